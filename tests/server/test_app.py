@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import random
 import shutil
 import signal
 import socket
@@ -23,12 +22,6 @@ uvicorn = pytest.importorskip("uvicorn")
 from served import Served, free_port, until  # noqa: E402
 
 from xtrain.server import listen  # noqa: E402
-from xtrain.server.api import (  # noqa: E402
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from xtrain.server.app import Limits  # noqa: E402
 
 HI = [{"role": "user", "content": "def f"}]
@@ -109,41 +102,6 @@ def test_other_errors(served):
     assert httpx.get(served.url + "/health").json() == {"status": "ok"}
     assert [m.id for m in served.client.models.list()] == ["tiny"]
     assert "xtrain_slots 2.0" in httpx.get(served.url + "/metrics").text
-
-
-def test_malformed_bodies_never_fail_the_server(served):
-    """Any value in any field that the models describe. XTRAIN_FUZZ=10000 sends so many."""
-    rng = random.Random(0)
-    valid = {
-        "/v1/chat/completions": {"messages": HI, "max_tokens": 1},
-        "/v1/completions": {"prompt": "a", "max_tokens": 1},
-        "/tokenize": {"prompt": "a"},
-        "/detokenize": {"tokens": [5]},
-    }
-    kinds = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
-    models = dict(zip(valid, kinds))
-    names = {x: sorted(m.model_json_schema()["properties"]) for x, m in models.items()}
-    values = [
-        None, -1, 0, 1, 2, 1e999, 2**70, "", "x", "\ud800", "\0", [], {}, [[]], [None], [1, 2], ["a"], [[1], [400]],
-        [-1], True, 0.5, {"a": [1]}, {"1": 2}, {"include_usage": True}, [{"role": "user"}], [{"role": "x", "content": "y"}],
-        [{"role": "user", "content": [{"type": "text", "text": "y"}]}], "a" * 3000,
-    ]  # fmt: skip
-    statuses = set()
-    with httpx.Client(base_url=served.url, timeout=30) as client:
-        for _ in range(int(os.environ.get("XTRAIN_FUZZ", 200))):
-            path = rng.choice(sorted(valid))
-            body = dict(valid[path])
-            for name in rng.sample([*names[path], "x"], rng.randint(1, 3)):
-                body[name] = rng.choice(values)
-            data = json.dumps(body).encode()
-            if rng.random() < 0.2:
-                data = data[: rng.randrange(len(data))] + bytes([rng.randrange(256)])
-            head = {"Content-Type": "application/json"}
-            answer = client.post(path, content=data, headers=head)
-            assert answer.status_code in (200, 400, 404), (answer.status_code, answer.text, data)
-            assert "Traceback" not in answer.text and '"server_error"' not in answer.text, data
-            statuses.add(answer.status_code)
-    assert {200, 400} <= statuses and served.idle
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -19,7 +19,8 @@ from twins import random_model, small  # noqa: E402
 
 from xtrain import Engine, UserError  # noqa: E402
 from xtrain.data.tokenizer import Tokenizer  # noqa: E402
-from xtrain.server.grammars import Grammars  # noqa: E402
+from xtrain.server.grammars import Grammars, Guide  # noqa: E402
+from xtrain.server.reasoning import Reading  # noqa: E402
 from xtrain.server.tool_answers import ToolStream, _merged  # noqa: E402
 from xtrain.server.tools import FORMS, Chosen, Tool, ToolUse, form_of, use_of  # noqa: E402
 from xtrain.serving.text_stream import TextStream  # noqa: E402
@@ -120,7 +121,7 @@ def test_required_and_named_calls_are_valid(tmp_path, form, special):
 
 def text_of(answer, use, tokenizer):
     """The text that the server makes of tokens."""
-    stream = TextStream(use.showing_marks(tokenizer))
+    stream = TextStream(Reading(tools=use).showing_marks(tokenizer))
     return stream.feed(*answer) + stream.finish()
 
 
@@ -156,6 +157,30 @@ def test_auto_holds_from_the_beginning_of_a_call(tmp_path, form, special):
     content, ((name, arguments),) = read(text, use, random.Random(0))
     assert not content
     jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_auto_with_a_document(tmp_path, form, special):
+    """Nothing but the document or calls; a mark inside the document is text."""
+    tokenizer = tokenizer_of(tmp_path, special)
+    tools = [Tool.model_validate(tool) for tool in TOOLS]
+    document = Guide.of_choice(['{"a": "[TOOL_CALLS]now[ARGS]{}"}', "yes"])
+    eos = tokenizer.eos_token_id
+    use, guide = use_of(tools, "auto", True, form, tokenizer, [eos], document)
+    grammars = Grammars(tokenizer, [eos])
+    calls = FORMS[form].open + FORMS[form].before.replace("NAME", "now")
+    for text in ("yes", '{"a": "', calls):
+        constraint = grammars.compiled(guide).start()
+        for token in tokenizer.encode(text):
+            assert token in allowed(constraint, tokenizer)
+            constraint.accept(token)
+    constraint = grammars.compiled(guide).start()
+    assert tokenizer.encode("x")[0] not in allowed(constraint, tokenizer)
+    for text in ('{"a": "[TOOL_CALLS]now[ARGS]{}"}', "yes", " ", "<tool"):
+        for seed in range(5):
+            assert read(text, use, random.Random(seed)) == (text, [])
+    assert read(EXAMPLES[form].removeprefix("Hi"), use, random.Random(0))[1]
 
 
 def test_llama_without_a_call_is_free(tmp_path):
@@ -235,6 +260,30 @@ def test_one_call(served):
     assert [len(choice.message.tool_calls) for choice in answer] == [1] * 4
 
 
+SHORT = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}  # fmt: skip
+
+
+def test_a_document_or_calls(served):
+    """With response_format an answer of `auto` is one of the two, whole and streamed."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SHORT}}
+    answers = ask(served, response_format=form, n=6, logit_bias=END).choices
+    documents = [choice.message for choice in answers if not choice.message.tool_calls]
+    for message in documents:
+        jsonschema.validate(json.loads(message.content), SHORT)
+    assert 0 < len(documents) < 6
+    for choice in answers:
+        for call in choice.message.tool_calls or []:
+            jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+            assert choice.message.content is None and choice.finish_reason == "tool_calls"
+    texts = [""] * 6
+    for chunk in ask(served, response_format=form, n=6, logit_bias=END, stream=True):
+        for part in chunk.choices:
+            texts[part.index] += part.delta.content or ""
+    assert texts == [choice.message.content or "" for choice in answers]
+    forced = ask(served, response_format=form, tool_choice="required", logit_bias=END).choices[0]
+    assert forced.message.tool_calls and forced.message.content is None
+
+
 def test_a_conversation_with_calls(served, monkeypatch):
     """The template reads tools, calls with their arguments as an object, and results."""
     texts = []
@@ -289,7 +338,6 @@ def function(**fields):
     ({"tools": [function()], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "none of the tools"),
     ({"tools": [function()], "tool_choice": "any"}, "tool_choice"),
     ({"tool_choice": "required"}, "tools is missing: tool_choice needs some"),
-    ({"tools": [function()], "response_format": {"type": "json_object"}}, "tools and response_format"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id belongs to a message of role tool"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [
         {"id": "a", "function": {"name": "f", "arguments": "{}"}}]}]}, "messages.0.tool_calls belong"),

@@ -29,12 +29,13 @@ from ..data.tokenizer import Tokenizer
 from ..formats.texts import Texts
 from ..serving.requests import TokenLogprobs
 from ..serving.text_stream import text_bytes
-from .api import CompletionRequest, PromptDetails, Usage
+from .api import CompletionRequest, Error, PromptDetails, Usage
 from .engine_client import Job, Piece
 
 # engine's reason -> OpenAI's
 FINISH = {"stop": "stop", "length": "length", "full": "length", "scored": "length"}
 LEAST = -9999.0  # for -inf, which JSON does not have
+Event = dict[str, Any]  # of a stream
 Pairs = Iterable[tuple[int, float]]  # tokens with their log-probabilities
 
 
@@ -85,8 +86,10 @@ class Form:
     continuous_usage: which has the numbers so far.
     scored: the first event, or the whole answer, has log-probabilities of the prompts.
     first_job: the first one that computed the prompts.
+    end_mark: what ends a stream.
     """
 
+    end_mark = b"data: [DONE]\n\n"
     prefix = ""
     whole_object = ""
     chunk_object = ""
@@ -188,6 +191,33 @@ class Form:
         """Return the choice that opens a sequence in a stream, if there is one."""
         return None
 
+    # the events of a stream, in this order
+    def begin(self, n: int) -> list[Event]:
+        """Return the events before the first piece. n: sequences."""
+        firsts = filter(None, map(self.first, range(n)))
+        return [self.chunk([first]) for first in firsts]
+
+    def next(self, piece: Piece) -> list[Event]:
+        """Return the events of a piece."""
+        choice = self.choice([piece], False)
+        if self.says(choice) or piece.reason or choice["logprobs"]:
+            return [self.chunk([choice])]
+        return []
+
+    def says(self, choice: dict[str, Any]) -> bool:
+        """Return True if a choice of a stream has something to say."""
+        raise NotImplementedError
+
+    def end(self) -> list[Event]:
+        """Return the events after the last piece."""
+        if self.usage_events:
+            return [{**self.chunk([]), "usage": self.usage()}]
+        return []
+
+    def failed(self, error: Error) -> Event:
+        """Return the event that takes the place of all that would follow."""
+        return {"error": error.model_dump()}
+
 
 class Chat(Form):
     """/v1/chat/completions"""
@@ -210,6 +240,10 @@ class Chat(Form):
         if whole:
             return {"message": message}
         return {"delta": {"content": text} if text else {}}
+
+    def says(self, choice: dict[str, Any]) -> bool:
+        """Return True if a choice of a stream has something to say."""
+        return bool(choice["delta"])
 
     def first(self, index: int) -> dict[str, Any] | None:
         """Return the choice that opens a sequence in a stream."""
@@ -277,6 +311,10 @@ class Text(Form):
     def content(self, text: str, whole: bool) -> dict[str, Any]:
         """Return the part of a choice that has the text."""
         return {"text": text}
+
+    def says(self, choice: dict[str, Any]) -> bool:
+        """Return True if a choice of a stream has something to say."""
+        return bool(choice["text"])
 
     def first(self, index: int) -> dict[str, Any] | None:
         """Return the choice that opens a sequence in a stream: the echo, and prompt_logprobs."""

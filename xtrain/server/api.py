@@ -77,6 +77,17 @@ class Body(BaseModel):
             raise FieldError(name, f"{name} is not supported: leave it out")
         return self
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+        """Describe the fields without an effect, too."""
+        schema: dict[str, Any] = handler(core_schema)
+        described = handler.resolve_ref_schema(schema)
+        others: dict[str, Any] = {name: {"description": why} for name, why in cls.harmless.items()}
+        others |= {name: {"enum": [None, *values]} for name, values in cls.neutral.items()}
+        described["properties"] = others | described["properties"]
+        described["additionalProperties"] = False
+        return schema
+
     def forget_extra(self) -> None:
         """Forget the fields that have no effect, which may be long."""
         self.__pydantic_fields_set__.intersection_update(type(self).model_fields)
@@ -197,11 +208,16 @@ class Message(Body):
     tool_calls: list[Call] | None = Field(None, max_length=MAX_TOOLS)
     tool_call_id: str | None = None
     name: str | None = None  # of the function, with the role tool
+    reasoning_content: str | None = None  # of the assistant, which the template may show
 
     @model_validator(mode="after")
     def _fields_of_the_role(self) -> "Message":
         if self.name is not None and self.role != "tool":
             raise FieldError("name", "name is not supported: leave it out")
+        if self.reasoning_content is not None and self.role != "assistant":
+            raise FieldError(
+                "reasoning_content", "reasoning_content belongs to a message of the assistant"
+            )
         if self.tool_calls and self.role != "assistant":
             raise FieldError("tool_calls", "tool_calls belong to a message of the assistant")
         if (self.role == "tool") != (self.tool_call_id is not None):
@@ -226,8 +242,9 @@ class Message(Body):
             message["tool_calls"] = [call.plain() for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
-        if self.name is not None:
-            message["name"] = self.name
+        for name in ("name", "reasoning_content"):
+            if getattr(self, name) is not None:
+                message[name] = getattr(self, name)
         return message
 
 
@@ -361,6 +378,21 @@ class DetokenizeRequest(Body):
     source: ClassVar[str] = "tokens"
     model: str | None = None
     tokens: TokenIds
+
+
+class Translated(Body):
+    """A body in the form of another API, which asks for what a ChatRequest can ask for."""
+
+    source: ClassVar[str]  # the field that has the conversation
+    model: str | None = None
+
+    def chat(self) -> ChatRequest:
+        """Return the same as a ChatRequest. Raises ValidationError or UserError."""
+        raise NotImplementedError
+
+    def forget_input(self) -> None:
+        """Forget the conversation, which may be long."""
+        setattr(self, self.source, [])
 
 
 class PromptDetails(BaseModel):

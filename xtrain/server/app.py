@@ -8,6 +8,7 @@ in the next step.
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import secrets
@@ -35,16 +36,36 @@ from ..serving.requests import TokenLogprobs
 from .access_log import AccessLog, RequestRecord
 from .answers import FINISH, Chat, Form, Text
 from .api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .block_answers import BlockForm, Messages, Responses, messages_error
 from .engine_client import EngineClient, EngineThread, Job, Piece
 from .grammars import Grammars
+from .messages import CountRequest, MessagesRequest
 from .metrics import Metrics
+from .openapi import route as openapi_route
 from .page import route as page_route
 from .prepare import SMALL, ApiError, Preparation, Prepared, Preparers
-from .tool_answers import ToolChat
+from .reasoning import PLAIN
+from .responses import ResponsesRequest
+from .tool_answers import ParsedChat
 from .tracing import annotate, tracer_provider
 from .tracing import middleware as tracing_middleware
 
 BODY_SECONDS = 60  # until a body must have arrived
+ANSWERED: dict[str, type[Any]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+}
+COUNTED: dict[str, type[Any]] = {
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/v1/messages/count_tokens": CountRequest,
+}
+BLOCK_FORMS: dict[type[Any], type[BlockForm]] = {
+    ResponsesRequest: Responses,
+    MessagesRequest: Messages,
+}
 # the engine's reasons that are none of FINISH -> status and message
 FAILURES = {
     "nan": (500, "the model's logits are NaN: see the server's log"),
@@ -60,6 +81,7 @@ class Limits:
 
     body_bytes: int = 4 << 20
     queue: int = 256  # sequences that wait for a slot
+    answers: int | None = None  # sequences of one request; None: as many as there is room for
     seconds: float = 600.0  # per request, waiting included
 
 
@@ -120,22 +142,6 @@ class Server:
         self.tracing: Any = None  # OpenTelemetry's provider, if enabled
 
     # ------------------------------------------------------------------------- routes
-    async def chat(self, http: HttpRequest) -> Response:
-        """Answer /v1/chat/completions."""
-        return await self._answer(http, ChatRequest)
-
-    async def completions(self, http: HttpRequest) -> Response:
-        """Answer /v1/completions."""
-        return await self._answer(http, CompletionRequest)
-
-    async def tokenize(self, http: HttpRequest) -> Response:
-        """Answer /tokenize."""
-        return await self._tokens(http, TokenizeRequest)
-
-    async def detokenize(self, http: HttpRequest) -> Response:
-        """Answer /detokenize."""
-        return await self._tokens(http, DetokenizeRequest)
-
     async def models(self, http: HttpRequest) -> Response:
         """Answer /v1/models and /v1/models/NAME."""
         self._check_key(http)
@@ -185,11 +191,12 @@ class Server:
     # ------------------------------------------------------------------------- requests
     def _check_key(self, http: HttpRequest) -> None:
         if self.api_key is not None:
+            sent = http.headers.get("authorization", "")
+            scheme, _, key = sent.partition(" ")
+            if scheme.lower() != "bearer":
+                key = http.headers.get("x-api-key", "")  # Anthropic's clients
             # latin-1: the bytes that were sent, as Starlette has decoded them
-            sent = http.headers.get("authorization", "").encode("latin-1")
-            scheme, _, key = sent.partition(b" ")
-            right = secrets.compare_digest(key.strip(), self.api_key.encode())
-            if not (right and scheme.lower() == b"bearer"):
+            if not secrets.compare_digest(key.strip().encode("latin-1"), self.api_key.encode()):
                 raise ApiError(
                     401,
                     "the API key is missing or wrong: send Authorization: Bearer KEY",
@@ -240,14 +247,14 @@ class Server:
             return await self.preparers.small(kind, data)
         return await _unless_disconnected(http.receive, self.preparers.large(kind, data))
 
-    async def _tokens(self, http: HttpRequest, kind: type[Any]) -> Response:
+    async def tokens(self, kind: type[Any], http: HttpRequest) -> Response:
         """Answer what needs the tokenizer only."""
         async with self._until(asyncio.get_running_loop().time() + self.limits.seconds):
             content = await self._prepare(http, kind, await self._read(http))
         return Response(content, media_type="application/json")
 
-    async def _answer(self, http: HttpRequest, kind: type[Any]) -> Response:
-        """Compute the answers to a body. kind: ChatRequest or CompletionRequest."""
+    async def answer(self, kind: type[Any], http: HttpRequest) -> Response:
+        """Compute the answers to a body. kind: in ANSWERED."""
         deadline = asyncio.get_running_loop().time() + self.limits.seconds
         async with self._until(deadline):
             data = await self._read(http)
@@ -270,7 +277,7 @@ class Server:
             form.first_job = scoring
         n = len(prepared.requests)
         if prepared.body.stream:
-            events = _events(self._pieces(job, deadline), form, n, form.usage_events)
+            events = _events(self._pieces(job, deadline), form, n)
             return JobResponse(events, lambda: self._close(job))
         pieces = await self._whole(http, job, deadline)
         content = await run_in_threadpool(lambda: _slow_json(form.whole(pieces, n)))
@@ -284,13 +291,19 @@ class Server:
         record: RequestRecord = http.state.record
         prompts = [request.prompt for request in prepared.requests[:: body.n or 1]]
         tokenizer = self.texts.tokenizer
-        if isinstance(body, ChatRequest) and prepared.tools is not None:
-            form: Form = ToolChat(self.texts, self.name, body, record.id, prepared.tools)
-            tokenizer = prepared.tools.showing_marks(tokenizer)
+        arguments = (self.texts, self.name, body, record.id)
+        if isinstance(body, ChatRequest):
+            tokenizer = prepared.reading.showing_marks(tokenizer)
+        if prepared.asked is not None:
+            form: Form = BLOCK_FORMS[type(prepared.asked)](
+                *arguments, prepared.reading, prepared.asked
+            )
+        elif prepared.reading != PLAIN:
+            form = ParsedChat(*arguments, prepared.reading)
         elif isinstance(body, ChatRequest):
-            form = Chat(self.texts, self.name, body, record.id)
+            form = Chat(*arguments)
         else:
-            form = Text(self.texts, self.name, body, record.id)
+            form = Text(*arguments)
         if scores or (isinstance(body, CompletionRequest) and body.echo):
             # in a thread: it takes as long as the prompts are
             await run_in_threadpool(form.take_prompts, prompts, scores)
@@ -379,29 +392,23 @@ async def _unless_disconnected(receive: Any, answer: Any) -> Any:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _events(
-    pieces: AsyncIterator[Piece], form: Form, n: int, usage: bool
-) -> AsyncIterator[bytes]:
+async def _events(pieces: AsyncIterator[Piece], form: Form, n: int) -> AsyncIterator[bytes]:
     """Return the server-sent events of a stream. An error after the first one is an event, too."""
     try:
         async with contextlib.aclosing(pieces):  # type: ignore[type-var]
-            for i in range(n):
-                if (first := form.first(i)) is None:
-                    continue
-                chunk = form.chunk([first])
+            for event in form.begin(n):
                 if form.scored:
-                    yield await run_in_threadpool(_slow_event, chunk)
+                    yield await run_in_threadpool(_slow_event, event)
                 else:
-                    yield _event(chunk)
+                    yield _event(event)
             async for piece in pieces:
-                choice = form.choice([piece], False)
-                if piece.text or piece.reason or choice["logprobs"]:
-                    yield _event(form.chunk([choice]))
-        if usage:
-            yield _event({**form.chunk([]), "usage": form.usage()})
+                for event in form.next(piece):
+                    yield _event(event)
+        for event in form.end():
+            yield _event(event)
     except ApiError as error:
-        yield _event(error.body())
-    yield b"data: [DONE]\n\n"
+        yield _event(form.failed(error.error))
+    yield form.end_mark
 
 
 _encoder = json.JSONEncoder(separators=(",", ":"))
@@ -422,7 +429,10 @@ def _failure(reason: str) -> ApiError:
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    return f"data: {_json(content)}\n\n".encode()
+    name = ""
+    if "type" in content:
+        name = f"event: {content['type']}\n"
+    return f"{name}data: {_json(content)}\n\n".encode()
 
 
 def _slow_event(content: dict[str, Any]) -> bytes:
@@ -446,6 +456,8 @@ async def _refuse(http: HttpRequest, error: Any) -> Response:
     headers = dict(error.headers or {})
     if error.status == 500:  # it may be sent outside of AccessLog
         headers["X-Request-Id"] = record.id
+    if http.url.path.startswith("/v1/messages"):
+        return JSONResponse(messages_error(error.error), error.status, headers)
     return JSONResponse(error.body(), error.status, headers)
 
 
@@ -487,7 +499,7 @@ def create_app(
         name,
         client.config,
         client.max_seq_len,
-        client.max_batch + limits.queue,
+        limits.answers or client.max_batch + limits.queue,
         defaults or GenerationDefaults(),
         grammars,
     )
@@ -506,10 +518,12 @@ def create_app(
         await run_in_threadpool(client.stop)
 
     routes = [
-        Route("/v1/chat/completions", server.chat, methods=["POST"]),
-        Route("/v1/completions", server.completions, methods=["POST"]),
-        Route("/tokenize", server.tokenize, methods=["POST"]),
-        Route("/detokenize", server.detokenize, methods=["POST"]),
+        *(
+            Route(path, functools.partial(answer, kind), methods=["POST"])
+            for answer, kinds in ((server.answer, ANSWERED), (server.tokens, COUNTED))
+            for path, kind in kinds.items()
+        ),
+        openapi_route(ANSWERED, COUNTED),
         Route("/v1/models", server.models),
         Route("/v1/models/{name:path}", server.models),
         *(Route(path, server.health) for path in ("/health", "/livez", "/readyz")),

@@ -10,7 +10,7 @@ them ends as "constraint".
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -68,13 +68,24 @@ class Guide:
     @classmethod
     def of_choice(cls, choices: list[str]) -> "Guide":
         """Return the guide of some texts."""
-        texts = [json.dumps(text, ensure_ascii=False) for text in choices]
-        return cls.of_rules(["start: " + " | ".join(texts)])
+        return cls.of_rules(["start: " + " | ".join(map(literal_rule, choices))])
 
     @classmethod
     def of_rules(cls, rules: list[str]) -> "Guide":
         """Return the guide of rules in llguidance's form of Lark."""
         return cls(library().LLMatcher.grammar_from_lark("\n".join(["%llguidance {}", *rules])))
+
+    @classmethod
+    def of_parts(cls, rules: list[str], **parts: "Guide") -> "Guide":
+        """Return the guide of rules in which @NAME stands for the part NAME."""
+        grammars = [{"lark_grammar": cls.of_rules(rules).text}]
+        for name, part in parts.items():
+            if part.text.startswith("{"):
+                first, *others = json.loads(part.text)["grammars"]
+            else:
+                first, *others = [{"lark_grammar": part.text}]
+            grammars += [{**first, "name": name}, *others]
+        return cls(json.dumps({"grammars": grammars}))
 
     @classmethod
     def of_lark(cls, grammar: str) -> "Guide":
@@ -92,6 +103,23 @@ def json_rule(schema: dict[str, Any], lenient: bool = False) -> str:
     """
     options = {"whitespace_pattern": WHITESPACE, "lenient": lenient, "coerce_one_of": lenient}
     return "%json " + json.dumps(schema | {"x-guidance": options})
+
+
+def special_marks(tokenizer: Tokenizer, marks: Iterable[str]) -> dict[str, int]:
+    """Return the marks that are special tokens, with their ids."""
+    found = {}
+    for mark in marks:
+        ids = tokenizer.encode(mark)
+        if len(ids) == 1 and ids[0] in tokenizer.special_ids:
+            found[mark] = ids[0]
+    return found
+
+
+def literal_rule(text: str, special: Mapping[str, int] = {}) -> str:
+    """Return the right side of a rule for a text, or for a special token, in Lark."""
+    if text in special:
+        return f"<[{special[text]}]>"
+    return json.dumps(text, ensure_ascii=False)
 
 
 class Grammars:

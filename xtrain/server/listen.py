@@ -58,6 +58,7 @@ class Options(ModelOptions):
     max_seq_len: MaxSeqLen = None
     prefill_interval: PrefillInterval = None
     max_queue: int = 256  # sequences that may wait; more are refused with 429
+    max_answers: int | None = None  # of one request; none: as many as there is room for
     max_body: int = 4 << 20  # bytes of a request
     timeout: float = 600.0  # seconds for a request
     drain: int = 30  # seconds that running answers get after SIGTERM
@@ -85,10 +86,10 @@ def serve(options: Options) -> None:
         raise UserError(f"{error.name} is not installed: pip install -e '.[serve]'") from None
     if not 0 < o.port < 65536:
         raise UserError(f"--port must be from 1 to 65535, got {o.port}")
-    for name in ("max_queue", "max_body", "timeout", "drain"):
-        if not getattr(o, name) > 0:
+    for name in ("max_queue", "max_answers", "max_body", "timeout", "drain"):
+        if (value := getattr(o, name)) is not None and not value > 0:
             option = name.replace("_", "-")
-            raise UserError(f"--{option} must be positive, got {getattr(o, name)}")
+            raise UserError(f"--{option} must be positive, got {value}")
     if o.api_key is None:
         api_key = os.environ.get("XTRAIN_API_KEY")
     else:
@@ -97,7 +98,7 @@ def serve(options: Options) -> None:
         tracer_provider(o.otlp_traces_endpoint).shutdown()  # are the packages there?
     if api_key == "":
         raise UserError("the API key is empty: give one, or leave it out")
-    limits = Limits(o.max_body, o.max_queue, o.timeout)
+    limits = Limits(o.max_body, o.max_queue, o.max_answers, o.timeout)
     with bound(o.host, o.port) as sockets:  # before the model is loaded, which takes long
         with HttpProcess(Address(o.host, o.port, sockets, o.drain)) as http:
             _serve(o, api_key, http, limits)

@@ -7,6 +7,7 @@ after SECONDS, and streams continue meanwhile. Smaller ones take milliseconds, i
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -37,8 +38,12 @@ from .api import (
     FieldError,
     Sampling,
     TokenizeRequest,
+    Translated,
 )
 from .grammars import Grammars, Guide
+from .messages import CountRequest, MessagesRequest
+from .reasoning import PLAIN, Reading, Reasoning
+from .responses import ResponsesRequest
 from .tools import ToolUse, form_of, use_of
 
 SMALL = 1 << 14  # bytes of a body that a thread of this process prepares
@@ -101,13 +106,15 @@ class Prepared:
 
     body: without messages, without prompts unless they are echoed, and without unknown fields.
     requests: n for each prompt.  scoring: one for each prompt of several tokens, if wanted.
-    tools: what the answers may call; None: nothing.
+    reading: what the answers of a chat are made of.  asked: the body in the form of another API
+    (responses.py, messages.py).
     """
 
     body: Any
     requests: list[Request]
     scoring: list[Request]
-    tools: ToolUse | None = None
+    reading: Reading = PLAIN
+    asked: Any = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,8 @@ class Preparation:
         body.forget_extra()
         try:
             return KINDS[kind](self, body)
+        except ValidationError as error:
+            raise _invalid(error) from None
         except UserError as error:
             raise _invalid_value(error, body) from None
 
@@ -147,22 +156,36 @@ class Preparation:
         if name not in (None, self.name):
             raise ApiError(
                 404,
-                f"there is no model {name!r} here: use {self.name!r}",
+                f"there is no model {name[:100]!r} here: use {self.name!r}",
                 code="model_not_found",
                 param="model",
             )
 
     def _chat(self, body: ChatRequest) -> Prepared:
+        self._check_answers(body.n or 1)
         text = self._rendered(body, True)
         body.messages = []
         body.chat_template_kwargs = None
         limits = (body.max_completion_tokens or body.max_tokens, self.max_seq_len)
         self._check_length(text)
         prompts = [self.tokenizer.encode(text)]
-        use, guide = self._tools(body)
+        assert self.template is not None
+        source = self.template.source(body.usable_tools or None)
+        reading, guide = self._answer(body, source, Reasoning.of(source, text))
         body.tools = []
         requests = self._requests(body, prompts, limits, self.chat_stop, guide)
-        return Prepared(body, requests, self._scoring(body, prompts), use)
+        return Prepared(body, requests, self._scoring(body, prompts), reading)
+
+    def _translated(self, asked: Translated) -> Prepared:
+        """Prepare a body in the form of another API."""
+        prepared = self._chat(asked.chat())
+        asked.forget_input()
+        return dataclasses.replace(prepared, asked=asked)
+
+    def _count(self, asked: CountRequest) -> bytes:
+        """Return how many tokens a conversation has."""
+        text = self._rendered(asked.chat(), True)
+        return json.dumps({"input_tokens": len(self.tokenizer.encode(text))}).encode()
 
     def _rendered(self, body: ChatRequest | TokenizeRequest, add_generation_prompt: bool) -> str:
         if self.template is None:
@@ -177,33 +200,39 @@ class Preparation:
             messages, add_generation_prompt, values=body.chat_template_kwargs, tools=tools
         )
 
-    def _tools(self, body: ChatRequest) -> tuple[ToolUse | None, Guide | None]:
-        """Return what the answers may call, and the grammar of the calls."""
-        if not body.usable_tools:
-            return None, None
-        assert self.template is not None
+    def _answer(
+        self, body: ChatRequest, template: str, reasoning: Reasoning | None
+    ) -> tuple[Reading, Guide | None]:
+        """Return what the answers are made of, and their grammar; None: anything."""
+        guide = self._guide(body)
+        use: ToolUse | None = None
+        if body.usable_tools:
+            use, guide = self._tools(body, template, guide)
+        alone = use is None or use.alone
+        if guide is not None and reasoning is not None and reasoning.begun and alone:
+            guide = reasoning.before(guide, self.tokenizer)
+            self.grammars.check(guide)
+        return Reading(reasoning, use), guide
+
+    def _tools(
+        self, body: ChatRequest, template: str, document: Guide | None
+    ) -> tuple[ToolUse, Guide | None]:
+        """Return what the answers may call, and their grammar. document: of those that do not."""
+        one = body.parallel_tool_calls is False
+        choice = body.tool_choice or "auto"
         try:
-            if body.guide_field is not None:
-                raise UserError(f"tools and {body.guide_field} need each other's place: give one")
-            form = form_of(self.template.source(body.tools))
-            one = body.parallel_tool_calls is False
-            choice = body.tool_choice or "auto"
+            form = form_of(template)
             use, guide = use_of(
-                body.usable_tools, choice, one, form, self.tokenizer, self.chat_stop
+                body.usable_tools, choice, one, form, self.tokenizer, self.chat_stop, document
             )
             if guide is not None:
                 self.grammars.check(guide)
-            return use, guide
         except UserError as error:
             raise ApiError(400, str(error), param="tools") from None
+        return use, guide
 
     def _completion(self, body: CompletionRequest) -> Prepared:
-        if len(body.prompts) * (body.n or 1) > self.max_answers:
-            raise ApiError(
-                400,
-                f"a request may have {self.max_answers} answers in all: give fewer prompts or a "
-                "smaller n",
-            )
+        self._check_answers(len(body.prompts) * (body.n or 1))
         special = body.add_special_tokens is not False
         prompts: list[list[int]] = []
         for prompt in body.prompts:
@@ -212,7 +241,7 @@ class Preparation:
                 prompt = self.tokenizer.encode_prompt(prompt, special)
             prompts.append(prompt)
         limits = (body.max_tokens, COMPLETION_TOKENS)
-        requests = self._requests(body, prompts, limits, self.stop)
+        requests = self._requests(body, prompts, limits, self.stop, self._guide(body))
         if not body.echo:
             body.prompt = ""
         return Prepared(body, requests, self._scoring(body, prompts))
@@ -255,6 +284,13 @@ class Preparation:
         """Characters of a prompt, at most: a character is a byte at least."""
         return self.max_seq_len * max(map(len, self.tokenizer.token_bytes))
 
+    def _check_answers(self, number: int) -> None:
+        if number > self.max_answers:
+            raise UserError(
+                f"n: a request may have {self.max_answers} answers in all: give fewer prompts or a "
+                "smaller n"
+            )
+
     def _check_length(self, text: str) -> None:
         if len(text) > self.max_characters:
             raise UserError(
@@ -268,17 +304,16 @@ class Preparation:
         prompts: list[list[int]],
         limits: tuple[int | None, int],
         stop: frozenset[int],
-        guide: Guide | None = None,
+        guide: Guide | None,
     ) -> list[Request]:
         """Return the requests for the answers to a body.
 
-        limits: tokens of each answer, as the body says, and by default. guide: of calls.
+        limits: tokens of each answer, as the body says, and by default. guide: of the answers.
         """
         if body.seed is None:
             seed = secrets.randbits(62)
         else:
             seed = body.seed
-        guide = guide or self._guide(body)
         for name in ("min_tokens", "allowed_token_ids"):
             if guide is not None and getattr(body, name):
                 raise UserError(f"{name} may forbid what a grammar or tools need: leave one out")
@@ -325,6 +360,9 @@ class Preparation:
 KINDS: dict[type[Any], Callable[[Preparation, Any], Any]] = {
     ChatRequest: Preparation._chat,
     CompletionRequest: Preparation._completion,
+    ResponsesRequest: Preparation._translated,
+    MessagesRequest: Preparation._translated,
+    CountRequest: Preparation._count,
     TokenizeRequest: Preparation._tokenize,
     DetokenizeRequest: Preparation._detokenize,
 }

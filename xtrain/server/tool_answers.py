@@ -1,5 +1,5 @@
-"""Answers with calls of functions: from the text of a model to OpenAI's tool_calls, whole and
-streamed.
+"""Answers with reasoning and calls of functions: from the text of a model to the fields
+reasoning_content and tool_calls, whole and streamed.
 
 Text that is not a readable call stays the content of the answer.
 """
@@ -11,8 +11,8 @@ from typing import Any
 
 from ..formats.texts import Texts
 from .answers import Chat
-from .api import ChatRequest
 from .engine_client import Piece
+from .reasoning import Reading, ReasoningStream, beginning_at_end
 from .tools import FORMS, ToolUse
 
 Delta = dict[str, Any]
@@ -43,7 +43,7 @@ class ToolStream:
             content += new
         if last and self.arguments is None:
             rest = self._cut(len(self.text))
-            if rest.strip() not in ("", self.form.close):
+            if not self.calls or rest.strip() not in ("", self.form.close):
                 content += rest
         return content, deltas
 
@@ -51,18 +51,18 @@ class ToolStream:
     def _read_before(self, deltas: list[Delta]) -> str | None:
         """Take the text before the first call; what may become its beginning stays."""
         trigger = self.form.trigger
-        if not trigger:  # the answer is a call, or it is not
+        if self.use.alone or not trigger:  # the answer is calls, or it has none
             start = self.text.lstrip()
-            if start:
-                self.read = self._read_head if start[0] == "{" else self._read_content
-            return "" if start else None
+            begin = trigger or "{"
+            if len(start) < len(begin) and begin.startswith(start):
+                return None
+            self.read = self._read_head if start.startswith(begin) else self._read_content
+            return ""
         found = self.text.find(trigger)
         if found >= 0:
             self.read = self._read_head
             return self._cut(found)
-        sizes = range(min(len(trigger) - 1, len(self.text)), 0, -1)
-        kept = next((n for n in sizes if trigger.startswith(self.text[-n:])), 0)
-        return self._cut(len(self.text) - kept) or None
+        return self._cut(len(self.text) - beginning_at_end(self.text, trigger)) or None
 
     def _read_content(self, deltas: list[Delta]) -> str | None:
         return self._cut(len(self.text))
@@ -132,33 +132,63 @@ class JsonObject:
         return len(text)
 
 
-class ToolChat(Chat):
-    """/v1/chat/completions with tools."""
+class SequenceReader:
+    """Reads the text of one sequence while it arrives.
 
-    def __init__(self, texts: Texts, name: str, body: ChatRequest, request_id: str, use: ToolUse):
+    reasoning, tools: what reads these parts; None: there are none.
+    """
+
+    def __init__(self, reading: Reading):
+        self.reasoning: ReasoningStream | None = None
+        self.tools: ToolStream | None = None
+        if reading.reasoning is not None:
+            self.reasoning = ReasoningStream(reading.reasoning)
+        if reading.tools is not None:
+            self.tools = ToolStream(reading.tools)
+
+    def feed(self, text: str, last: bool) -> Delta:
+        """Take the next text. Return the fields of OpenAI's delta that are certain."""
+        thought = ""
+        calls: list[Delta] = []
+        if self.reasoning is not None:
+            thought, text = self.reasoning.feed(text, last)
+        if self.tools is not None:
+            text, calls = self.tools.feed(text, last)
+        delta = {"reasoning_content": thought, "content": text, "tool_calls": calls}
+        return {name: value for name, value in delta.items() if value}
+
+    @property
+    def has_called(self) -> bool:
+        """Return True if the answer ends with calls that the model has chosen."""
+        tools = self.tools
+        return tools is not None and tools.calls > 0 and not tools.use.forced
+
+
+class ParsedChat(Chat):
+    """/v1/chat/completions with reasoning or tools.   reading: what an answer is made of"""
+
+    def __init__(self, texts: Texts, name: str, body: Any, request_id: str, reading: Reading):
         super().__init__(texts, name, body, request_id)
-        self.use = use
-        self.streams: dict[int, ToolStream] = {}  # of each sequence
+        self.reading = reading
+        self.readers: dict[int, SequenceReader] = {}  # of each sequence
 
     def choice(self, pieces: list[Piece], whole: bool) -> dict[str, Any]:
         """Return what the client sees of some successive pieces of a sequence."""
         choice = super().choice(pieces, whole)
-        stream = self.streams.setdefault(pieces[0].index, ToolStream(self.use))
-        last = bool(pieces[-1].reason)
-        content, deltas = stream.feed("".join(piece.text for piece in pieces), last)
+        reader = self.readers.setdefault(pieces[0].index, SequenceReader(self.reading))
+        delta = reader.feed("".join(piece.text for piece in pieces), bool(pieces[-1].reason))
         if whole:
-            calls = _merged(deltas)
             message = choice["message"]
-            message["content"] = content
-            if calls:
-                message["content"] = content if content.strip() else None
-                message["tool_calls"] = calls
+            message["content"] = delta.get("content", "")
+            if "reasoning_content" in delta:
+                message["reasoning_content"] = delta["reasoning_content"]
+            if "tool_calls" in delta:
+                if not message["content"].strip():
+                    message["content"] = None
+                message["tool_calls"] = _merged(delta["tool_calls"])
         else:
-            delta: dict[str, Any] = {"content": content} if content else {}
-            if deltas:
-                delta["tool_calls"] = deltas
             choice["delta"] = delta
-        if choice["finish_reason"] == "stop" and stream.calls and not self.use.forced:
+        if choice["finish_reason"] == "stop" and reader.has_called:
             choice["finish_reason"] = "tool_calls"
         return choice
 

@@ -8,8 +8,9 @@ mistral         [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]           
 mistral_args    [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]...                           Mistral since 2025
 
 A grammar (grammars.py) holds the model to it: with tool_choice "required" or a name from the first
-token on, with "auto" from the token that begins a call; not so for llama, where none does. So the
-arguments are valid by the function's schema. Keywords that grammars do not support are ignored
+token on, with "auto" from the token that begins a call; not so for llama, where none does. With
+"auto" and a form for the text (structured.py) the answer is calls or a document of that form. So
+the arguments are valid by the function's schema. Keywords that grammars do not support are ignored
 unless the function is `strict`, as OpenAI does it: then the body is refused.
 """
 
@@ -24,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
-from .grammars import Guide, json_rule
+from .grammars import Guide, json_rule, literal_rule, special_marks
 from .structured import Part
 
 MAX_TOOLS = 512
@@ -179,18 +180,19 @@ class ToolUse:
     """What an answer may call, for the code that reads it.
 
     form: a key of FORMS.  one: at most one call.  forced: the answer is nothing but a call that
-    the client has named.
+    the client has named.  alone: calls have no text before them.
     """
 
     form: str
     one: bool = False
     forced: bool = False
+    alone: bool = False
 
-    def showing_marks(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return a tokenizer for which the marks of calls are text."""
+    @property
+    def marks(self) -> list[str]:
+        """Return the marks of calls."""
         form = FORMS[self.form]
-        shown = _special_marks(tokenizer, form.open + form.before + form.after)
-        return tokenizer.without_special(shown.values())
+        return MARKS.findall(form.open + form.before + form.after)
 
 
 # ----------------------------------------------------------------------------- a request
@@ -201,10 +203,12 @@ def use_of(
     form: str,
     tokenizer: Tokenizer,
     stop: Collection[int],
+    document: Guide | None = None,
 ) -> tuple[ToolUse, Guide | None]:
     """Return what an answer may call, and what it must be; None: anything.
 
-    one: at most one call. form: a key of FORMS. stop: tokens that end an answer. Raises UserError.
+    one: at most one call. form: a key of FORMS. stop: tokens that end an answer. document: what an
+    answer without calls must be. Raises UserError.
     """
     functions = {tool.function.name: tool.function for tool in tools}
     if len(functions) < len(tools):
@@ -215,13 +219,17 @@ def use_of(
         if name not in functions:
             raise UserError(f"tool_choice names {name!r}, which is none of the tools")
         functions = {name: functions[name]}
-    use = ToolUse(form, one or forced, forced)
     auto = choice == "auto"
-    if auto and not FORMS[form].trigger:
+    free = auto and document is None
+    use = ToolUse(form, one or forced, forced, not free)
+    if free and not FORMS[form].trigger:
         return use, None
     chosen = list(functions.values())
     control = tokenizer.special_ids - frozenset(stop)
-    return use, _guide(chosen, FORMS[form], use.one, auto, tokenizer, control)
+    guide = _guide(chosen, FORMS[form], use.one, free, tokenizer, control)
+    if auto and document is not None:
+        guide = Guide.of_parts(["start: @calls | @document"], calls=guide, document=document)
+    return use, guide
 
 
 def _guide(
@@ -236,11 +244,11 @@ def _guide(
 
     auto: a text may take their place, or precede them. control: special tokens in that text.
     """
-    special = _special_marks(tokenizer, form.open + form.before + form.after)
+    special = special_marks(tokenizer, MARKS.findall(form.open + form.before + form.after))
 
-    def literal(text: str) -> str:
+    def literals(text: str) -> str:
         parts = filter(None, MARKS.split(text))
-        return " ".join(f"<[{special[p]}]>" if p in special else _quoted(p) for p in parts)
+        return " ".join(literal_rule(part, special) for part in parts)
 
     first = []
     following = []
@@ -248,23 +256,23 @@ def _guide(
     for i, function in enumerate(functions):
         rules.append(f"args{i}: {_arguments(function)}")
         before = form.before.replace("NAME", function.name)
-        rest = f"args{i} {literal(form.after)}"
-        following.append(f"{literal(before)} {rest}")
+        rest = f"args{i} {literals(form.after)}"
+        following.append(f"{literals(before)} {rest}")
         begin = form.open + before
         if auto:
             begin = begin.removeprefix(form.trigger)
-        first.append(f"{literal(begin)} {rest}")
-    more = "" if one else f"({literal(form.between)} following)*"
-    calls = f"first {more} {literal(form.close)}"
+        first.append(f"{literals(begin)} {rest}")
+    more = "" if one else f"({literals(form.between)} following)*"
+    calls = f"first {more} {literals(form.close)}"
     ids = ",".join(map(str, sorted(control - frozenset(special.values()))))
     begun = f"(TEXT <[{ids}]>)*" if ids else ""  # the text up to its last control token
     if not auto:
         rules.append(f"start: {calls}")
     elif form.trigger in special:
-        rules.append(f"start: {begun} TEXT | {begun} TEXT {literal(form.trigger)} {calls}")
+        rules.append(f"start: {begun} TEXT | {begun} TEXT {literals(form.trigger)} {calls}")
     else:
         rules.append(f"start: {begun} TEXT | {begun} before {calls}")
-        rules.append(f"before[lazy]: TEXT {_quoted(form.trigger)}")
+        rules.append(f"before[lazy]: TEXT {literal_rule(form.trigger)}")
     rules.append(r"TEXT: /(.|\n)*/")
     rules.append(f"first: {' | '.join(first)}")
     rules.append(f"following: {' | '.join(following)}")
@@ -275,17 +283,3 @@ def _arguments(function: Function) -> str:
     schema = dict(function.parameters or {})
     schema.setdefault("type", "object")
     return json_rule(schema, lenient=not function.strict)
-
-
-def _special_marks(tokenizer: Tokenizer, text: str) -> dict[str, int]:
-    """Return the marks in a text that are special tokens, which grammars name by their ids."""
-    found = {}
-    for mark in MARKS.findall(text):
-        ids = tokenizer.encode(mark)
-        if len(ids) == 1 and ids[0] in tokenizer.special_ids:
-            found[mark] = ids[0]
-    return found
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
