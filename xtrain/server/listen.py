@@ -26,6 +26,7 @@ from ..serving.options import (
     MaxBatch,
     MaxSeqLen,
     PrefillInterval,
+    Speculate,
     Weights,
     chosen_seq_len,
     engine_arguments,
@@ -68,6 +69,7 @@ class Options(ModelOptions):
     batch_invariant: BatchInvariant = False
     weights: Weights = "full"
     kv_cache: KVCache = "full"
+    speculate: Speculate = 0
 
 
 def serve(options: Options) -> None:

@@ -13,7 +13,14 @@ from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
 from ..options import one_line
 from .engine import Engine
-from .options import KVCache, MaxSeqLen, Weights, chosen_seq_len, engine_arguments
+from .options import (
+    KVCache,
+    MaxSeqLen,
+    Speculate,
+    Weights,
+    chosen_seq_len,
+    engine_arguments,
+)
 from .pretrained import ModelOptions, Pretrained
 from .requests import Completion, make_requests
 from .text_generation import SamplingOptions, is_text, text_chunks
@@ -32,6 +39,7 @@ class Options(SamplingOptions, ModelOptions):
     max_seq_len: MaxSeqLen = None
     weights: Weights = "full"
     kv_cache: KVCache = "full"
+    speculate: Speculate = 0
 
 
 class ContextFull(UserError):

@@ -49,7 +49,9 @@ from .requests import Completion, Request, Step, make_requests, make_scoring_req
 from .runner import Runner
 from .scheduler import Limits, Scheduler
 from .scoring import Scores
+from .speculation import PromptLookup, Speculation
 from .stream import Stream
+from .verifying import Verifier
 from .warm_up import warm_up
 
 # Floating-point operations of a prefill pass while other sequences wait for their next token: some
@@ -105,6 +107,7 @@ class Engine:
 
     runner_type = Runner
     scheduler_type = Scheduler
+    speculation_type = Speculation
 
     @_with_options(EngineOptions)
     def __init__(self, model: Transformer, *arguments: Any, **named: Any):
@@ -130,7 +133,13 @@ class Engine:
             options.graph,
         )
         weights_version = lambda: model.arena.version.count
-        make = functools.partial(self.scheduler_type, self._limits(), weights_version)
+        speculation = None
+        if options.speculate:
+            self.runner.verifier = Verifier(self.runner, options.speculate)
+            speculation = self.speculation_type(PromptLookup(), options.speculate)
+        make = functools.partial(
+            self.scheduler_type, self._limits(), weights_version, speculation=speculation
+        )
         self.make_scheduler = make
         self.scheduler = make()
         # lock: held by the thread that changes the state.  turn: held by the thread that waits for
@@ -377,6 +386,8 @@ class Engine:
         if scheduler.is_sparse():
             new_tokens += scheduler.take(runner.arrived(everything=True))
             runner.compact(scheduler.compact())
+        elif scheduler.wants_tokens():
+            new_tokens += scheduler.take(runner.arrived(everything=True))
         runner.launch(scheduler.next(step))
         return new_tokens + scheduler.take(runner.arrived())
 

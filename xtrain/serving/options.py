@@ -25,6 +25,7 @@ PREFILL_TOKENS = {"gpu": 8192, "cpu": 512, "sim": 512}
 PREFILL_INTERVAL = {"gpu": 8, "cpu": 1, "sim": 1}  # steps: some 30 ms
 SERVED_TOKENS = 8192  # of a sequence in `serve` and `chat`, if the model supports more
 MAX_BATCH = 1 << 16  # sequences at a time
+MAX_DRAFT = 31  # tokens: beyond 32 rows a step takes longer
 # 16 KB of keys per head of 128 channels in bf16; larger blocks would waste more of their last one
 BLOCK_TOKENS = 64
 
@@ -55,6 +56,13 @@ KVCache = Annotated[
     Doc(
         "fp8: keys and values in one byte per number, with a scale per token and head; full: as "
         "precision says"
+    ),
+]
+Speculate = Annotated[
+    int,
+    Doc(
+        "tokens of an answer that are guessed and verified together, at most, where that is faster "
+        "(speculative decoding); the answers stay the same; 0: none"
     ),
 ]
 PrefillInterval = Annotated[
@@ -115,6 +123,7 @@ class EngineOptions:
     weights: Weights = "full"
     prefill_interval: PrefillInterval = None
     kv_cache: KVCache = "full"
+    speculate: Speculate = 0
 
     def sizes(self, model: Transformer) -> Sizes:
         """Check the options for a model. Return the sizes that None stands for. Raises
@@ -131,6 +140,12 @@ class EngineOptions:
             cache_bytes=_default(self.cache_bytes, 1),
             **sizes._asdict(),
         )
+        if not isinstance(self.speculate, (int, np.integer)) or not (
+            0 <= self.speculate <= MAX_DRAFT
+        ):
+            raise UserError(
+                f"speculate must be a whole number from 0 to {MAX_DRAFT}, got {self.speculate!r}"
+            )
         if self.max_batch > MAX_BATCH:
             raise UserError(f"max_batch must be at most {MAX_BATCH}, got {self.max_batch}")
         if not 2 <= sizes.max_seq_len <= context:

@@ -13,7 +13,7 @@ from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
 from ..option_fields import POSITIONAL, REPEATED
 from .engine import Engine
-from .options import BatchInvariant, KVCache, MaxBatch, Weights, engine_arguments
+from .options import BatchInvariant, KVCache, MaxBatch, Speculate, Weights, engine_arguments
 from .pretrained import ModelOptions, Pretrained
 from .requests import MAX_ANSWERS, REASONS, Completion
 from .stream import Stream
@@ -72,6 +72,7 @@ class Options(SamplingOptions, ModelOptions):
     batch_invariant: BatchInvariant = False
     weights: Weights = "full"
     kv_cache: KVCache = "full"
+    speculate: Speculate = 0
 
 
 @dataclass(frozen=True)
