@@ -119,7 +119,7 @@ def compare(o, model, what, size, prompts, drafter=None, edited=None):
     since = {name: n - before[name] for name, n in speculation.figures().items()}
     times = speculation.times
     steps = {}
-    for verifying, rows in sorted(times.times):
+    for verifying, rows in sorted(times.of):
         seconds = times.seconds(verifying, rows)
         if seconds is not None:
             kind = "verify" if verifying else "plain"

@@ -13,7 +13,8 @@ from test_engine_constraints import Modulo
 from twins import random_model, small
 
 from xtrain import Engine, UserError
-from xtrain.serving import scheduler, speculation, verifying
+from xtrain.serving import draft_model, scheduler, speculation, verifying
+from xtrain.serving import engine as engine_module
 from xtrain.serving.requests import make_requests
 from xtrain.serving.speculation import History, PromptLookup, Speculation
 
@@ -163,6 +164,96 @@ def test_speculate_is_checked():
             Engine(model(), speculate=wrong)
 
 
+# ----------------------------------------------------------------------------- a draft model
+class Corrupts(draft_model.DraftModel):
+    """One draft of three begins with another token than the model has drawn. wanted: right tokens so far."""
+
+    wanted = 0
+
+    def _first(self, requests):
+        ids = super()._first(requests)
+        for i, request in enumerate(requests):
+            if request.length % 3 == 0:
+                ids[i] = (ids[i] + 1) % VOCAB
+                self.runner.batch.ids[request.slot] = ids[i]
+        return ids
+
+    def draft(self, requests, lengths):
+        drafts = super().draft(requests, lengths)
+        self.wanted += sum(len(x) for r, x in zip(requests, drafts) if r.length % 3)
+        return drafts
+
+
+def drafting_model(monkeypatch, ahead=False, temperature=1.5):
+    """Drafts of the model itself, corrupted, with preemption. -> accepted tokens, and how many should be"""
+    monkeypatch.setattr(engine_module, "DraftModel", Corrupts)
+    one = sum(Engine(model(), 1, block_tokens=16).cache.block_bytes for _ in range(2))
+    plain = dict(block_tokens=16, cache_bytes=8 * one, max_batch=4, prefill_tokens=7)
+    sizes = plain | dict(batch_invariant=True, speculate=4, draft_model=model())
+    engine = (DraftingAhead if ahead else Drafting)(model(), **sizes)
+    options = dict(temperature=temperature, seed=3)
+    wanted = Engine(model(), 4, batch_invariant=True).generate(PROMPTS, 24, **options)
+    for _ in range(2):
+        assert everything(engine.generate(PROMPTS, 24, **options)) == everything(wanted)
+        engine.step()
+        check_nothing_is_used(engine)
+    assert engine.scheduler.preemptions and engine.reused_tokens
+    return engine.scheduler.speculation.accepted_tokens, engine.scheduler.speculation.drafter.wanted
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_draft_model(monkeypatch, ahead):
+    accepted, wanted = drafting_model(monkeypatch, ahead)
+    assert accepted == wanted > 40
+
+
+NOTE, STATE = Corrupts._note, Corrupts._state
+
+
+def keeps_the_old_blocks(self, request):
+    if request.history is not None:
+        request.history.blocks = request.blocks
+    return STATE(self, request)
+
+
+STALE = {
+    "the last draft is never computed": ("_note", staticmethod(lambda r, draft: NOTE(r, [*draft, -1]))),
+    "blocks of before a preemption": ("_state", keeps_the_old_blocks),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("planted", STALE.values(), ids=STALE)
+def test_a_stale_cache_of_the_draft_model_is_found(monkeypatch, planted):
+    monkeypatch.setattr(Corrupts, *planted)
+    accepted, wanted = drafting_model(monkeypatch)
+    assert accepted < wanted
+
+
+def test_another_draft_model_adapts_its_lengths():
+    """A model that is mostly wrong drafts less and less; times are constant."""
+    other = random_model(small(head_dim=16, n_layers=2, max_seq_len=80), 5, "cpu")
+    engine = Engine(model(), 2, batch_invariant=True, speculate=6, draft_model=other)
+    speculation = engine.scheduler.speculation
+    speculation.times.seconds = lambda verifying, size: 1 + 0.1 * size * verifying
+    assert engine.generate(PROMPTS, 30) == Engine(model(), 2, batch_invariant=True).generate(
+        PROMPTS, 30
+    )
+    figures = speculation.figures()
+    assert 0 < figures["drafted_tokens"] < 3 * figures["drafts"]
+
+
+def test_a_draft_model_that_does_not_fit():
+    more_tokens = random_model(small(head_dim=8, vocab_size=62), device="cpu")
+    short = random_model(small(head_dim=8, max_seq_len=20), device="cpu")
+    for options, why in (
+        (dict(draft_model=model()), "a draft model drafts nothing: set speculate"),
+        (dict(draft_model=more_tokens, speculate=2), "has 62 tokens on the cpu, the model 61 on"),
+        (dict(draft_model=short, speculate=2), "supports sequences of 20 tokens"),
+    ):
+        with pytest.raises(UserError, match=why):
+            Engine(model(), **options)
+
+
 # ----------------------------------------------------------------------------- planted faults
 class Forgets(scheduler.Scheduler):
     """Keys and values of all drafts count as cached."""
@@ -282,13 +373,13 @@ def test_how_many_tokens_are_drafted():
     assert slow.lengths([r], 1) == [3]
     # The most probable drafts of all sequences: 8 rows are cheap, 16 are not.
     many = rule(0.5, {0: 1.0, 8: 1.1, 16: 3.0})
-    many.times.times[False, 4] = many.times.times[False, 1]
+    many.times.of[False, 4] = many.times.of[False, 1]
     assert many.lengths([one_request() for _ in range(4)], 4) == [1, 1, 1, 1]
     # An end is near, and a token in flight must be predicted first.
     assert rule(0.9, {0: 1.0}).lengths([one_request([5] * 28)], 1) == [1]
     assert rule(0.9, {0: 1.0}).lengths([one_request([5] * 29)], 1) == [0]
     assert rule(0.9, {0: 1.0}).lengths([one_request([5] * 27, 1)], 1) == [1]
-    ahead = rule(0.4, {0: 1.0, 2: 1.2})
+    ahead = rule(0.4, {0: 1.0, 2: 1.2}, 1)
     assert ahead.lengths([one_request([5])], 1) == [1] and ahead.lengths(
         [one_request([5], 1)], 1
     ) == [0]

@@ -14,6 +14,7 @@ from ..formats.generation_config import GenerationDefaults
 from ..options import one_line
 from .engine import Engine
 from .options import (
+    Draft,
     KVCache,
     MaxSeqLen,
     Speculate,
@@ -40,6 +41,7 @@ class Options(SamplingOptions, ModelOptions):
     weights: Weights = "full"
     kv_cache: KVCache = "full"
     speculate: Speculate = 0
+    draft: Draft = None
 
 
 class ContextFull(UserError):
@@ -165,7 +167,8 @@ def chat(options: Options) -> None:
     template = pretrained.template
     context = pretrained.model.config.context
     size = chosen_seq_len(o.max_seq_len, context)
-    engine = Engine(pretrained.model, **engine_arguments(o) | dict(max_batch=1, max_seq_len=size))
+    more = dict(max_batch=1, max_seq_len=size, draft_model=pretrained.draft(o.draft))
+    engine = Engine(pretrained.model, **engine_arguments(o) | more)
     conversation = Conversation(pretrained, engine, o.system, values)
     notes = [f"{pretrained.folder}; {engine.describe()}"]
     if not template:

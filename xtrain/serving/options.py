@@ -65,6 +65,13 @@ Speculate = Annotated[
         "(speculative decoding); the answers stay the same; 0: none"
     ),
 ]
+Draft = Annotated[
+    str | None,
+    Doc(
+        "the folder of a smaller model with the same tokenizer, which guesses the tokens; none: "
+        "what followed the last tokens before is guessed"
+    ),
+]
 PrefillInterval = Annotated[
     int | None,
     Doc(
@@ -124,6 +131,10 @@ class EngineOptions:
     prefill_interval: PrefillInterval = None
     kv_cache: KVCache = "full"
     speculate: Speculate = 0
+    draft_model: Annotated[
+        Transformer | None,
+        Doc("a smaller Transformer with the same tokens, which drafts; none: prompt lookup does"),
+    ] = None
 
     def sizes(self, model: Transformer) -> Sizes:
         """Check the options for a model. Return the sizes that None stands for. Raises
@@ -146,6 +157,8 @@ class EngineOptions:
             raise UserError(
                 f"speculate must be a whole number from 0 to {MAX_DRAFT}, got {self.speculate!r}"
             )
+        if self.draft_model is not None:
+            self._check_draft(self.draft_model, model, sizes.max_seq_len)
         if self.max_batch > MAX_BATCH:
             raise UserError(f"max_batch must be at most {MAX_BATCH}, got {self.max_batch}")
         if not 2 <= sizes.max_seq_len <= context:
@@ -169,6 +182,22 @@ class EngineOptions:
                 "them out"
             )
         return sizes
+
+    def _check_draft(self, draft: Transformer, model: Transformer, max_seq_len: int) -> None:
+        """Raise UserError if the draft model does not fit the model."""
+        if not self.speculate:
+            raise UserError("a draft model drafts nothing: set speculate to 1 or more, such as 4")
+        own = draft.config
+        if own.vocab_size != model.config.vocab_size or draft.device != model.device:
+            raise UserError(
+                f"the draft model has {own.vocab_size} tokens on the {draft.device}, the model "
+                f"{model.config.vocab_size} on the {model.device}: they must be the same"
+            )
+        if own.context < max_seq_len:
+            raise UserError(
+                f"the draft model supports sequences of {own.context} tokens: choose another one, "
+                f"or a max_seq_len below {max_seq_len}"
+            )
 
 
 def chosen_seq_len(max_seq_len: int | None, context: int) -> int:

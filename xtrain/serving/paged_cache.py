@@ -471,18 +471,18 @@ def _observed_heads(model: Transformer) -> list[Heads]:
 
 
 def affordable_blocks(
-    cache: PagedCache, n_blocks: int, gpu_memory: float, cache_bytes: int | None
+    device: str, block_bytes: int, n_blocks: int, gpu_memory: float, cache_bytes: int | None
 ) -> int:
     """Return how many blocks there may be, at most n_blocks: see the options of the same names
     (options.py). On a CPU the free memory limits them, because Linux grants more than it has."""
     limits = [] if cache_bytes is None else [cache_bytes]
-    if cache.model.device == "gpu":
+    if device == "gpu":
         free_cached("gpu")
         free, total = cupy().cuda.runtime.memGetInfo()
         limits.append(int(gpu_memory * total) - (total - free))
     elif (free := free_memory()) is not None:
         limits.append(int(HOST_SHARE * free))
-    return min([n_blocks, *(max(limit, 0) // cache.block_bytes for limit in limits)])
+    return min([n_blocks, *(max(limit, 0) // block_bytes for limit in limits)])
 
 
 def check_room(cache: PagedCache, n_blocks: int) -> None:

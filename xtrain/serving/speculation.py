@@ -31,6 +31,7 @@ if a plain step yields more per second. The times are those measured while runni
 whose steps take longer with more rows, drafts nothing.
 """
 
+import collections
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -38,28 +39,29 @@ from typing import Protocol
 from .requests import Request
 from .work import Arrived, VerifiedTokens
 
-NGRAMS = (4, 2)  # tokens that must have occurred before; the longer one is looked up first
+NGRAMS = (8, 4, 2)  # tokens that must have occurred before; the longest one is looked up first
 LONGEST_MATCH = 8  # tokens that are compared: longer matches are as good
 MEMORY = 0.95  # what an observation counts for after the next one
-TIMES = 8  # of a kind of step that are kept: the least of them counts
-UNTIMED = 3  # first steps of a kind compile and capture
+TIMES = 8  # that are kept of each Timing
+UNTIMED = 3  # of a kind of step
 
 
 def count_accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:
     """Return how many of the drafted tokens are the drawn ones, up to the first that is not."""
     n = 0
-    while n < len(draft) and draft[n] == drawn[n]:
+    for token, other in zip(draft, drawn):
+        if token != other:
+            break
         n += 1
     return n
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of sequences, none of whose tokens are in flight when it drafts.
+    """Guesses the next tokens of sequences, none of whose tokens are in flight when it drafts."""
 
-    seconds: that drafting one token for all sequences takes.
-    """
-
-    seconds: float
+    @property
+    def seconds(self) -> float:
+        """Return the time that drafting one token for all sequences takes."""
 
     def chances(self, request: Request, n: int) -> list[float]:
         """Return the probabilities p_1, ..., p_i, i <= n: the first 1, ..., i tokens that it would
@@ -170,25 +172,40 @@ class PromptLookup:
 
 
 # ------------------------------------------------------------------------- how many tokens
-class StepTimes:
-    """Seconds of steps, by kind (verifying?) and size: the time between two results of the device."""
+class Timing:
+    """The seconds that something takes: the least of the last TIMES cases, None before the first.
+
+    The UNTIMED first ones, which compile and capture, do not count.
+    """
 
     def __init__(self) -> None:
-        self.times: dict[tuple[bool, int], list[float]] = {}
+        self.times: list[float] = []
+
+    def note(self, seconds: float) -> None:
+        self.times.append(seconds)
+        del self.times[UNTIMED:-TIMES]
+
+    @property
+    def seconds(self) -> float | None:
+        return min(self.times[UNTIMED:], default=None)
+
+
+class StepTimes:
+    """The Timing of steps by kind (verifying?) and size: the time between two results."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[bool, int], Timing] = collections.defaultdict(Timing)
         self.last = 0.0
 
     def arrived(self, verifying: bool, size: int, now: float) -> None:
         """Note that the results of a step of this kind have arrived. size: 0 for a prefill."""
         if size:
-            times = self.times.setdefault((verifying, size), [])
-            times.append(now - self.last)
-            del times[UNTIMED:-TIMES]
+            self.of[verifying, size].note(now - self.last)
         self.last = now
 
     def seconds(self, verifying: bool, size: int) -> float | None:
         """Return the time of a step; None if it is not known."""
-        times = self.times.get((verifying, size), [])
-        return min(times[UNTIMED:], default=None)
+        return self.of[verifying, size].seconds
 
 
 class Speculation:
@@ -225,7 +242,9 @@ class Speculation:
         """Return the drafts of a step; an empty list: none."""
         if not any(lengths):
             return []
+        start = time.perf_counter()
         drafts = self.drafter.draft(requests, lengths)
+        self.times.last += time.perf_counter() - start  # the step's time is without it
         return drafts if any(drafts) else []
 
     def lengths(self, requests: list[Request], size: int) -> list[int]:

@@ -15,7 +15,7 @@ row whose draft turns out to be wrong has no slot.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,6 +59,14 @@ class DraftsInFlight:
         return VerifiedTokens(self.requests, self.drafts, tokens, of_tokens, self.size)
 
 
+class Row(NamedTuple):
+    """A token of a request: its last one (place 0), a draft after it (1, 2, ...), or one before."""
+
+    request: Request
+    place: int
+    token: int
+
+
 class Verifier:
     """Verifies the drafts of a Runner's sequences, at most `most` tokens of each."""
 
@@ -83,21 +91,23 @@ class Verifier:
         order = sorted(range(len(requests)), key=lambda i: -len(drafts[i]))
         positions = range(max(map(len, drafts)) + 1)
         groups = [[i for i in order if len(drafts[i]) >= j] for j in positions]
-        rows = [(requests[i], j, drafts[i]) for j, group in enumerate(groups) for i in group]
-        size = verifying_size(len(rows))
-        self._write(rows, size)
-        (logits,) = runner.run_part(self.logits, size)
+        rows = [
+            Row(requests[i], j, drafts[i][j - 1] if j else requests[i].completion[-1])
+            for j, group in enumerate(groups)
+            for i in group
+        ]
+        logits = self.compute(rows)
         runner.write_masks(requests)
         ids_N, pieces = self._draw(logits, requests, [len(group) for group in groups])
         copies = [[to_host_later(x) for x in piece] for piece in pieces if piece]
         return DraftsInFlight(
             requests,
             drafts,
-            [request for request, *_ in rows],
+            [row.request for row in rows],
             to_host_later(ids_N),
             copies,
             runner.arrival(),
-            size,
+            verifying_size(len(rows)),
         )
 
     def every_shape(self) -> None:
@@ -107,24 +117,28 @@ class Verifier:
             self.logits(size)
             size *= 2
 
-    def _write(self, rows: list[tuple[Request, int, list[int]]], size: int) -> None:
-        """Write the rows (request, position, its drafts) to the device, and idle ones up to size."""
+    def compute(self, rows: list[Row]) -> Array:
+        """Launch the forward pass of rows whose options and blocks are in runner.batch. Return the
+        logits; the columns for the sampler are in `batch`."""
         batch = self.batch
         slots_batch = self.runner.batch
         n = len(rows)
-        slots = [request.slot for request, *_ in rows]
+        size = verifying_size(n)
+        slots = [row.request.slot for row in rows]
         for name in (*DecodeBatch.OPTIONS, "penalty_slot", "mask_slot"):
             batch.host[name][:n] = slots_batch.host[name][slots]
         batch.host_tables[:n] = slots_batch.host_tables[slots]
-        lengths = [request.length - 1 + j for request, j, _ in rows]
-        numbers = [len(request.completion) + j for request, j, _ in rows]
+        lengths = [row.request.length - 1 + row.place for row in rows]
+        numbers = [len(row.request.completion) + row.place for row in rows]
         batch.write_counters(list(range(n)), lengths, numbers)
         batch.host["lengths"][n:] = -1
         batch.host_tables[n:size] = -1
         batch.state.upload()
         batch.upload_tables(size)
-        tokens = [draft[j - 1] if j else request.completion[-1] for request, j, draft in rows]
-        batch.ids[:n] = to_device(np.array(tokens, np.int32), self.runner.model.device)
+        tokens = np.array([row.token for row in rows], np.int32)
+        batch.ids[:n] = to_device(tokens, self.runner.model.device)
+        (logits,) = self.runner.run_part(self.logits, size)
+        return logits
 
     def _draw(
         self, logits: Array, requests: list[Request], counts: list[int]
