@@ -95,7 +95,10 @@ def decode(full, dtype, B, H, D, codes=False):
     else:
         caches, scales = full(2, 1, 1, 64, D), None
     arrays = (full(B, (H + 2) * D), *caches, i32(*[3] * B), tables(B), table, table, *weights)
-    decode_attention.decode_attention(*arrays, 1e-6, 0.1, cache_ready=True, scales_RGS2=scales)
+    more = dict(scales_RGS2=scales)
+    decode_attention.decode_attention(*arrays, 1e-6, 0.1, cache_ready=True, **more)
+    if B == 1:  # drafts
+        decode_attention.decode_attention(*arrays, 1e-6, 0.1, append=False, **more)
 
 
 def read_codes(full, D):

@@ -43,13 +43,14 @@ def test_commands_share_types_and_texts(command):
     engine = get_type_hints(EngineOptions, include_extras=True)
     theirs = get_type_hints(command, include_extras=True)
     shared = engine.keys() & theirs.keys()
-    assert shared >= {"weights", "kv_cache"}
+    assert shared >= {"weights", "kv_cache", "speculate"}
     assert {name: engine[name] for name in shared} == {name: theirs[name] for name in shared}
 
 
 def test_the_arguments_that_a_command_passes_on():
     options = ChatOptions(model="folder", max_seq_len=30, kv_cache="fp8")
-    assert engine_arguments(options) == dict(max_seq_len=30, weights="full", kv_cache="fp8")
+    expected = dict(max_seq_len=30, weights="full", kv_cache="fp8", speculate=0)
+    assert engine_arguments(options) == expected
 
 
 def test_a_command_shows_the_text():

@@ -14,7 +14,7 @@ from ..console import PrintableConsole
 from ..errors import UserError
 from ..nn.quantized import quantize_weights
 from ..option_fields import REPEATED
-from ..serving.options import BatchInvariant, KVCache, MaxBatch, Weights
+from ..serving.options import BatchInvariant, KVCache, MaxBatch, Speculate, Weights
 from ..serving.pretrained import ModelOptions, Pretrained
 from ..serving.text_generation import MaxNewTokens
 from .benchmarks import KINDS
@@ -48,6 +48,7 @@ class Options(ModelOptions):
     batch_invariant: BatchInvariant = False
     weights: Weights = "full"
     kv_cache: KVCache = "full"
+    speculate: Speculate = 0
 
 
 def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Result]:
@@ -107,7 +108,7 @@ class TaskExams:
             stride = o.stride
         if not 1 <= stride <= context:
             raise UserError(f"--stride must be from 1 to the context, {context}, got {stride}")
-        self.scorer = Scorer(p, context, o.max_batch, o.batch_invariant, o.kv_cache)
+        self.scorer = Scorer(p, context, o.max_batch, o.batch_invariant, o.kv_cache, o.speculate)
         self.exams = [_exam(task, self.scorer, stride, o.max_new_tokens) for task in tasks]
         self.scorer.max_batch = min(o.max_batch, max(exam.n_sequences for exam in self.exams))
 

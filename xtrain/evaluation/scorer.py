@@ -64,6 +64,7 @@ class Scorer:
     max_batch: int = 32
     batch_invariant: bool = False
     kv_cache: KVCache = "full"
+    speculate: int = 0
     _engine: Engine | None = field(default=None, repr=False)
 
     # ------------------------------------------------------------------------- text to tokens
@@ -122,6 +123,7 @@ class Scorer:
                 longest,
                 self.batch_invariant,
                 kv_cache=self.kv_cache,
+                speculate=self.speculate,
             )
         return self._engine
 

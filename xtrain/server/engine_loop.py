@@ -57,6 +57,9 @@ class Figures:
     reused_tokens: int = 0
     decoded_tokens: int = 0
     preemptions: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def cache_usage(self) -> float:
@@ -67,6 +70,9 @@ class Figures:
     def of(cls, e: Engine) -> "Figures":
         """Return the figures of an engine."""
         s = e.scheduler
+        drafts = {}
+        if s.speculation is not None:
+            drafts = s.speculation.figures()
         return cls(
             slots=e.max_batch,
             slots_used=e.max_batch - len(s.free_slots),
@@ -78,6 +84,7 @@ class Figures:
             reused_tokens=s.reused_tokens,
             decoded_tokens=s.decoded_tokens,
             preemptions=s.preemptions,
+            **drafts,
         )
 
 

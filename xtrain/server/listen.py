@@ -22,10 +22,12 @@ from ..formats.texts import Texts
 from ..serving.engine import Engine
 from ..serving.options import (
     BatchInvariant,
+    Draft,
     KVCache,
     MaxBatch,
     MaxSeqLen,
     PrefillInterval,
+    Speculate,
     Weights,
     chosen_seq_len,
     engine_arguments,
@@ -69,6 +71,8 @@ class Options(ModelOptions):
     batch_invariant: BatchInvariant = False
     weights: Weights = "full"
     kv_cache: KVCache = "full"
+    speculate: Speculate = 0
+    draft: Draft = None
 
 
 def serve(options: Options) -> None:
@@ -112,7 +116,8 @@ def _serve(o: Options, api_key: str | None, http: "HttpProcess", limits: "Limits
     http.send(texts)
     defaults = GenerationDefaults.of(p.model.generation)
     size = chosen_seq_len(o.max_seq_len, p.model.config.context)
-    engine = Engine(p.model, **engine_arguments(o) | dict(max_seq_len=size, warm_up=True))
+    more = dict(max_seq_len=size, warm_up=True, draft_model=p.draft(o.draft))
+    engine = Engine(p.model, **engine_arguments(o) | more)
     if api_key is None and o.host not in LOCAL:
         say(f"--host {o.host} without --api-key: every machine that reaches this one may use it")
     if engine.ready:

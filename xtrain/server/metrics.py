@@ -46,6 +46,9 @@ VLLM_COUNTERS: dict[str, tuple[str, Figure]] = {
         lambda f: f.prompt_tokens + f.reused_tokens,
     ),
     "prefix_cache_hits": ("prompt tokens found there", lambda f: f.reused_tokens),
+    "spec_decode_num_drafts": ("drafts, of one sequence in one step", lambda f: f.drafts),
+    "spec_decode_num_draft_tokens": ("drafted tokens", lambda f: f.drafted_tokens),
+    "spec_decode_num_accepted_tokens": ("drafted tokens accepted", lambda f: f.accepted_tokens),
 }
 # vLLM's upper bounds of buckets, in seconds
 FIRST_TOKEN = (

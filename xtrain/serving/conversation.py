@@ -13,7 +13,15 @@ from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
 from ..options import one_line
 from .engine import Engine
-from .options import KVCache, MaxSeqLen, Weights, chosen_seq_len, engine_arguments
+from .options import (
+    Draft,
+    KVCache,
+    MaxSeqLen,
+    Speculate,
+    Weights,
+    chosen_seq_len,
+    engine_arguments,
+)
 from .pretrained import ModelOptions, Pretrained
 from .requests import Completion, make_requests
 from .text_generation import SamplingOptions, is_text, text_chunks
@@ -32,6 +40,8 @@ class Options(SamplingOptions, ModelOptions):
     max_seq_len: MaxSeqLen = None
     weights: Weights = "full"
     kv_cache: KVCache = "full"
+    speculate: Speculate = 0
+    draft: Draft = None
 
 
 class ContextFull(UserError):
@@ -157,7 +167,8 @@ def chat(options: Options) -> None:
     template = pretrained.template
     context = pretrained.model.config.context
     size = chosen_seq_len(o.max_seq_len, context)
-    engine = Engine(pretrained.model, **engine_arguments(o) | dict(max_batch=1, max_seq_len=size))
+    more = dict(max_batch=1, max_seq_len=size, draft_model=pretrained.draft(o.draft))
+    engine = Engine(pretrained.model, **engine_arguments(o) | more)
     conversation = Conversation(pretrained, engine, o.system, values)
     notes = [f"{pretrained.folder}; {engine.describe()}"]
     if not template:

@@ -97,9 +97,9 @@ class DecodeBatch:
         self.host["lengths"][slots] = lengths
         self.host["step"][slots] = steps
 
-    def write_last_block(self, request: Request) -> None:
-        """Write a block that the request got in addition, on the host."""
-        self.host_tables[request.slot, len(request.blocks) - 1] = request.blocks[-1]
+    def write_blocks(self, request: Request) -> None:
+        """Write the blocks of a request that got some in addition, on the host."""
+        self.host_tables[request.slot, : len(request.blocks)] = request.blocks
 
     def mark_idle_except(self, slots: list[int]) -> None:
         """Mark all other entries as idle, on the host."""
@@ -115,9 +115,9 @@ class DecodeBatch:
         self.state.upload()
         self.upload_tables()
 
-    def upload_tables(self) -> None:
-        """Copy the tables to the device."""
-        self.table.upload()
+    def upload_tables(self, b: int | None = None) -> None:
+        """Copy the first b tables, by default all, to the device."""
+        self.table.upload(0, b and 4 * b * self.host_tables.shape[1])
 
     def rows(self, slots: list[int]) -> dict[str, Array]:
         """Return a copy of these entries of the host's columns, on the device."""

@@ -43,13 +43,16 @@ from ..errors import UserError
 from ..nn.model import Transformer
 from ..nn.quantized import quantize_weights
 from .constraints import Grammar
+from .draft_model import DraftModel
 from .options import EngineOptions, described, engine_parameters
 from .paged_cache import PagedCache, affordable_blocks, check_room
 from .requests import Completion, Request, Step, make_requests, make_scoring_requests
 from .runner import Runner
 from .scheduler import Limits, Scheduler
 from .scoring import Scores
+from .speculation import Drafter, PromptLookup, Speculation
 from .stream import Stream
+from .verifying import Verifier
 from .warm_up import warm_up
 
 # Floating-point operations of a prefill pass while other sequences wait for their next token: some
@@ -105,6 +108,7 @@ class Engine:
 
     runner_type = Runner
     scheduler_type = Scheduler
+    speculation_type = Speculation
 
     @_with_options(EngineOptions)
     def __init__(self, model: Transformer, *arguments: Any, **named: Any):
@@ -119,7 +123,7 @@ class Engine:
         self.config = model.config
         self.max_batch = options.max_batch
         self.max_seq_len = self.sizes.max_seq_len
-        self.cache = _make_cache(model, options, self.max_seq_len)
+        self.cache, *draft_cache = _make_caches(model, options, self.max_seq_len)
         self.cache_bytes = self.cache.nbytes
         self.runner = self.runner_type(
             model,
@@ -131,7 +135,18 @@ class Engine:
             options.logprobs_of,
         )
         weights_version = lambda: model.arena.version.count
-        make = functools.partial(self.scheduler_type, self._limits(), weights_version)
+        self.runners = [self.runner]
+        speculation = None
+        if options.speculate:
+            self.runner.verifier = Verifier(self.runner, options.speculate)
+            drafter: Drafter = PromptLookup()
+            for cache in draft_cache:
+                drafter = DraftModel(cache, self.runner, self.sizes.prefill_tokens)
+                self.runners.append(drafter.runner)
+            speculation = self.speculation_type(drafter, options.speculate)
+        make = functools.partial(
+            self.scheduler_type, self._limits(), weights_version, speculation=speculation
+        )
         self.make_scheduler = make
         self.scheduler = make()
         # lock: held by the thread that changes the state.  turn: held by the thread that waits for
@@ -378,6 +393,8 @@ class Engine:
         if scheduler.is_sparse():
             new_tokens += scheduler.take(runner.arrived(everything=True))
             runner.compact(scheduler.compact())
+        elif scheduler.wants_tokens():
+            new_tokens += scheduler.take(runner.arrived(everything=True))
         runner.launch(scheduler.next(step))
         return new_tokens + scheduler.take(runner.arrived())
 
@@ -414,18 +431,24 @@ class Engine:
                 pass
 
 
-def _make_cache(model: Transformer, options: EngineOptions, max_seq_len: int) -> PagedCache:
-    """Quantize the weights, and allocate the KV cache in the memory that is free then."""
-    cache = PagedCache(model, max_seq_len, options.block_tokens, options.kv_cache)
+def _make_caches(model: Transformer, options: EngineOptions, max_seq_len: int) -> list[PagedCache]:
+    """Quantize the weights, and allocate the KV cache in the memory that is free then, and one with
+    as many blocks for the draft model."""
+    caches = [PagedCache(model, max_seq_len, options.block_tokens, options.kv_cache)]
+    if options.draft_model is not None:
+        caches.append(PagedCache(options.draft_model, max_seq_len, options.block_tokens))
+    block_bytes = sum(cache.block_bytes for cache in caches)
     if options.cache_bytes is not None:
-        check_room(cache, options.cache_bytes // cache.block_bytes)
+        check_room(caches[0], options.cache_bytes // block_bytes)
     quantize_weights(model, options.weights)
     model.arena.refresh()
     n_blocks = options.max_batch * -(-max_seq_len // options.block_tokens)
-    n_blocks = affordable_blocks(cache, n_blocks, options.gpu_memory, options.cache_bytes)
-    check_room(cache, n_blocks)
-    cache.allocate(n_blocks)
-    return cache
+    limits = options.gpu_memory, options.cache_bytes
+    n_blocks = affordable_blocks(model.device, block_bytes, n_blocks, *limits)
+    check_room(caches[0], n_blocks)
+    for cache in caches:
+        cache.allocate(n_blocks)
+    return caches
 
 
 def _document(kind: Any) -> None:

@@ -25,6 +25,7 @@ PREFILL_TOKENS = {"gpu": 8192, "cpu": 512, "sim": 512}
 PREFILL_INTERVAL = {"gpu": 8, "cpu": 1, "sim": 1}  # steps: some 30 ms
 SERVED_TOKENS = 8192  # of a sequence in `serve` and `chat`, if the model supports more
 MAX_BATCH = 1 << 16  # sequences at a time
+MAX_DRAFT = 31  # tokens: beyond 32 rows a step takes longer
 # 16 KB of keys per head of 128 channels in bf16; larger blocks would waste more of their last one
 BLOCK_TOKENS = 64
 
@@ -63,6 +64,20 @@ LogprobsOf = Annotated[
         "of which distribution the log-probabilities of an answer's tokens are: the model's own, or "
         "the one that they are drawn from, after constraints, bias, penalties, temperature, min-p, "
         "top-k and top-p (vLLM: raw_logprobs, processed_logprobs)"
+    ),
+]
+Speculate = Annotated[
+    int,
+    Doc(
+        "tokens of an answer that are guessed and verified together, at most, where that is faster "
+        "(speculative decoding); the answers stay the same; 0: none"
+    ),
+]
+Draft = Annotated[
+    str | None,
+    Doc(
+        "the folder of a smaller model with the same tokenizer, which guesses the tokens; none: "
+        "what followed the last tokens before is guessed"
     ),
 ]
 PrefillInterval = Annotated[
@@ -124,6 +139,11 @@ class EngineOptions:
     prefill_interval: PrefillInterval = None
     kv_cache: KVCache = "full"
     logprobs_of: LogprobsOf = "model"
+    speculate: Speculate = 0
+    draft_model: Annotated[
+        Transformer | None,
+        Doc("a smaller Transformer with the same tokens, which drafts; none: prompt lookup does"),
+    ] = None
 
     def sizes(self, model: Transformer) -> Sizes:
         """Check the options for a model. Return the sizes that None stands for. Raises
@@ -140,6 +160,14 @@ class EngineOptions:
             cache_bytes=_default(self.cache_bytes, 1),
             **sizes._asdict(),
         )
+        if not isinstance(self.speculate, (int, np.integer)) or not (
+            0 <= self.speculate <= MAX_DRAFT
+        ):
+            raise UserError(
+                f"speculate must be a whole number from 0 to {MAX_DRAFT}, got {self.speculate!r}"
+            )
+        if self.draft_model is not None:
+            self._check_draft(self.draft_model, model, sizes.max_seq_len)
         if self.max_batch > MAX_BATCH:
             raise UserError(f"max_batch must be at most {MAX_BATCH}, got {self.max_batch}")
         if not 2 <= sizes.max_seq_len <= context:
@@ -167,6 +195,22 @@ class EngineOptions:
                 "them out"
             )
         return sizes
+
+    def _check_draft(self, draft: Transformer, model: Transformer, max_seq_len: int) -> None:
+        """Raise UserError if the draft model does not fit the model."""
+        if not self.speculate:
+            raise UserError("a draft model drafts nothing: set speculate to 1 or more, such as 4")
+        own = draft.config
+        if own.vocab_size != model.config.vocab_size or draft.device != model.device:
+            raise UserError(
+                f"the draft model has {own.vocab_size} tokens on the {draft.device}, the model "
+                f"{model.config.vocab_size} on the {model.device}: they must be the same"
+            )
+        if own.context < max_seq_len:
+            raise UserError(
+                f"the draft model supports sequences of {own.context} tokens: choose another one, "
+                f"or a max_seq_len below {max_seq_len}"
+            )
 
 
 def chosen_seq_len(max_seq_len: int | None, context: int) -> int:

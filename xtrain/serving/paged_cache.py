@@ -42,6 +42,7 @@ from ..kernels.rope import rope_frequencies, rope_tables
 from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty, zeros
 from ..machine import free_memory
+from ..nn import functional as F
 from ..nn.autograd import inference
 from ..nn.model import Transformer
 from ..nn.sequences import RotaryTables, Sequences
@@ -310,18 +311,21 @@ class PagedCache:
             blocks_U=blocks_U,
         )
 
-    def decode(self, lengths_B: Array, tables_BM: Array, edges_E: Array) -> "CachedSequences":
+    def decode(
+        self, lengths_B: Array, tables_BM: Array, edges_E: Array, drafted: bool = False
+    ) -> "CachedSequences":
         """Return B sequences with one new token each.
 
         lengths: tokens in the cache; below 0: an idle entry.
         edges: (B + 1,): 0, 1, 2, ...
+        drafted: entries may be successive tokens of one sequence, each with a length of its own.
 
         All arrays are int32 on the device. The host does not read them, so a CUDA graph can capture
         the step.
         """
         B = len(lengths_B)
         places = None
-        if is_batch_invariant() and not self.decodes_exactly:  # once for all layers
+        if drafted or (is_batch_invariant() and not self.decodes_exactly):  # once for all layers
             places = token_positions(edges_E, B, lengths_B, tables_BM, self.S)
         return self._sequences(
             B=B,
@@ -333,6 +337,7 @@ class PagedCache:
             tables_AM=tables_BM,
             wanted_W=None,
             one=True,
+            drafted=drafted,
             blocks_U=None,
         )
 
@@ -358,6 +363,7 @@ class CachedSequences(Sequences):
     edges, history, tables: see kernels/decoding/padding.py.
     wanted: rows whose logits are needed; None: all.
     one: every sequence has exactly one new token.
+    drafted: several of them may be one sequence, so all keys are written before one is read.
     blocks: all that the tables name, each once, if the cache has codes.
     cache: a PagedCache.
     calls: counts the attentions of the forward pass; all copies of this object share it.
@@ -372,6 +378,7 @@ class CachedSequences(Sequences):
     blocks_U: Array | None
     cache: Any
     calls: Iterator[int]
+    drafted: bool = False
 
     def _placed(self):
         if self.places is not None:
@@ -387,8 +394,13 @@ class CachedSequences(Sequences):
             return super().attend(qkv_NP, q_w_D, k_w_D, H, G, eps, scale)
         layer = self.cache.layers[next(self.calls)]
         norms = (None, None) if q_w_D is None else (q_w_D.value, k_w_D.value)
-        # The launch before is the QKV product: it writes neither cache nor lengths, so both may be
-        # read before it has ended.
+        if self.drafted:
+            tables = self.cos_PR, self.sin_PR, H, G, self.T, eps, self.positions_N
+            _, k_NGD, v_NGD = F.qk_norm_rope(qkv_NP, q_w_D, k_w_D, *tables)
+            blocks_N, offsets_N, _ = self._placed()
+            self.cache.append(layer, k_NGD.data, v_NGD.data, blocks_N, offsets_N)
+        # Otherwise the launch before is the QKV product: it writes neither cache nor lengths, so
+        # both may be read before it has ended.
         return Tensor(
             decode_attention(
                 qkv_NP.data,
@@ -401,9 +413,10 @@ class CachedSequences(Sequences):
                 *norms,
                 eps,
                 scale,
-                True,
+                not self.drafted,
                 self.window,
                 layer.scales,
+                not self.drafted,
             ),
         )
 
@@ -458,18 +471,18 @@ def _observed_heads(model: Transformer) -> list[Heads]:
 
 
 def affordable_blocks(
-    cache: PagedCache, n_blocks: int, gpu_memory: float, cache_bytes: int | None
+    device: str, block_bytes: int, n_blocks: int, gpu_memory: float, cache_bytes: int | None
 ) -> int:
     """Return how many blocks there may be, at most n_blocks: see the options of the same names
     (options.py). On a CPU the free memory limits them, because Linux grants more than it has."""
     limits = [] if cache_bytes is None else [cache_bytes]
-    if cache.model.device == "gpu":
+    if device == "gpu":
         free_cached("gpu")
         free, total = cupy().cuda.runtime.memGetInfo()
         limits.append(int(gpu_memory * total) - (total - free))
     elif (free := free_memory()) is not None:
         limits.append(int(HOST_SHARE * free))
-    return min([n_blocks, *(max(limit, 0) // cache.block_bytes for limit in limits)])
+    return min([n_blocks, *(max(limit, 0) // block_bytes for limit in limits)])
 
 
 def check_room(cache: PagedCache, n_blocks: int) -> None:

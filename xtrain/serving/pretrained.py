@@ -37,6 +37,20 @@ class Pretrained(Texts):
 
     model: Transformer
 
+    def draft(self, folder: str | None) -> Transformer | None:
+        """Load a smaller model that drafts for this one; None without a folder. Raises UserError if
+        its tokens are others."""
+        if folder is None:
+            return None
+        precision: Precision = "fp32" if self.model.branch_dtype is None else "bf16"
+        other = load(folder, self.model.device, precision)
+        if other.tokenizer.token_bytes != self.tokenizer.token_bytes:
+            raise UserError(
+                f"{folder} has another tokenizer than {self.folder}: choose a smaller model of the "
+                "same family"
+            )
+        return other.model
+
 
 def load(
     folder: str | Path,

@@ -103,6 +103,7 @@ class Request:
     published: int = 0  # how many full blocks other sequences can find
     weights_version: int | None = None  # of the model, when the request was last admitted
     submitted: float = 0.0  # seconds of a clock
+    history: Any = None  # of its tokens, for drafts (speculation.py); None: not needed yet
 
     def start_constraint(self) -> None:
         """Begin the grammar again, and bring it to the tokens so far."""

@@ -37,9 +37,8 @@ from .decode_batch import DecodeBatch
 from .masks import TokenMasks, accepting
 from .paged_cache import PagedCache
 from .requests import Request, State, TokenLogprobs
-from .scheduler import graph_size
 from .scoring import LOGIT_ROWS
-from .work import NewScores, NewTokens, Prefill, ScoredChunk, Work
+from .work import Arrived, NewScores, NewTokens, Prefill, ScoredChunk, Work, graph_size
 
 LARGEST_PASS = 1025  # rows; no kernel is chosen because there are more
 
@@ -51,17 +50,19 @@ class TokensInFlight:
     logprobs: the results of token_logprobs, valid after wait_for_ids; empty if no request asks for
     them.
     rows: the rows of the requests in these arrays.
+    size: of the decoding step; 0: a prefill.
     """
 
     requests: list[Request]
     wait_for_ids: Callable[[], list[int]]
     logprobs: list[np.ndarray]
     rows: list[int]
+    size: int = 0
 
     def wait(self) -> NewTokens:
         """Wait for the tokens."""
         ids = self.wait_for_ids()
-        return NewTokens(self.requests, ids, self._token_logprobs())
+        return NewTokens(self.requests, ids, self._token_logprobs(), self.size)
 
     def _token_logprobs(self) -> Iterable[TokenLogprobs | None]:
         """Return what the Completion of each request says about its token; None if it was not asked
@@ -135,7 +136,9 @@ class Runner:
         self.batch_slots: list[int] = []
         self.batch_variant = (0, False, False, False)
         self.in_flight: collections.deque[TokensInFlight | ScoresInFlight] = collections.deque()
-        self.newest = 0  # how many of them belong to the newest step
+        self.newest = 0  # how many of them belong to the newest step, and stay in flight
+        self.verifier: Any = None  # of drafts (verifying.py); None: there are none
+        self.ids_are_on_device = True  # else only the host knows what a verifying step has drawn
         self.graphed: Callable[..., Any] | None = None
         # The tokens of the last two steps of each slot, in host memory that the GPU writes: one is
         # read while the other is computed. The second name is the same memory as kernels see it.
@@ -163,18 +166,24 @@ class Runner:
             self.model.arena.refresh()
             for copy in work.copies:
                 self.cache.copy_blocks(copy.targets, copy.sources, copy.n_tokens)
-            if (
-                work.decoding
-            ):  # before prefill, which puts first tokens into slots that are idle here
+            for request in work.grown:
+                self.batch.write_blocks(request)
+            # decoding before prefill, which puts first tokens into slots that are idle here
+            if work.decoding and not work.drafts:
                 self.launch_decoding(work.decoding, work.grown)
             else:
                 # a preempted sequence may come back alone, in another place
                 self.batch_requests = []
+            if work.drafts:
+                self.in_flight.append(self.verifier.launch(work.decoding, work.drafts))
+                self.ids_are_on_device = False
             if work.prefill is not None:
                 self._launch_prefill(work.prefill)
         self.newest = len(self.in_flight) - before
+        if work.drafts:  # the next step must know how many were accepted
+            self.newest = 0
 
-    def arrived(self, everything: bool = False) -> Iterator[NewTokens | NewScores]:
+    def arrived(self, everything: bool = False) -> Iterator[Arrived]:
         """Wait for what has been launched, and return it in order, but not the newest step if that
         runs ahead."""
         kept = 0
@@ -230,7 +239,7 @@ class Runner:
         advance(lengths_B, columns["step"], lengths_B, ids_B, self.device_to_host_ids_gpu)
         return logprobs
 
-    def _run(self, part: Callable[..., tuple[Array, ...]], *variant: Any) -> tuple[Array, ...]:
+    def run_part(self, part: Callable[..., tuple[Array, ...]], *variant: Any) -> tuple[Array, ...]:
         """Run a part of a step, as a CUDA graph if there is one."""
         if self.graphed is None:
             return part(*variant)
@@ -238,8 +247,6 @@ class Runner:
 
     def launch_decoding(self, requests: list[Request], grown: list[Request]) -> None:
         batch = self.batch
-        for request in grown:
-            batch.write_last_block(request)
         if self.batch_requests != requests:
             self._write_batch(requests)
         elif grown:
@@ -247,12 +254,13 @@ class Runner:
         variant = self.batch_variant
         *_, masked = variant
         if not masked:
-            logprobs = self._run(self.decode, *variant)
+            logprobs = self.run_part(self.decode, *variant)
         else:
-            (self.logits,) = self._run(self.decode_logits, variant[0])
-            self._write_masks(requests)
-            logprobs = self._run(self.draw_decoded, *variant)
-        self._put_in_flight(requests, self.batch_slots, logprobs, self.batch_slots)
+            (self.logits,) = self.run_part(self.decode_logits, variant[0])
+            self.write_masks(requests)
+            logprobs = self.run_part(self.draw_decoded, *variant)
+        size = graph_size(variant[0], self.max_batch)
+        self._put_in_flight(requests, self.batch_slots, logprobs, self.batch_slots, size)
 
     def _write_batch(self, requests: list[Request]) -> None:
         """Make these sequences the batch on the device."""
@@ -262,10 +270,15 @@ class Runner:
         lengths = [r.cached_tokens - 1 for r in requests]
         self.batch.write_counters(slots, lengths, _token_numbers(requests))
         self.batch.upload()
+        known = [r for r in requests if r.in_flight == 1]  # only by this step
+        if known and not self.ids_are_on_device:
+            last = np.array([r.completion[-1] for r in known], np.int32)
+            self.batch.ids[[r.slot for r in known]] = to_device(last, self.model.device)
+            self.ids_are_on_device = True
         size = max(slots) + 1
         if self.model.device == "gpu":  # the same bits with a graph and without
             size = graph_size(size, self.max_batch)
-        self.batch_variant = (size, *_extras(requests))
+        self.batch_variant = (size, *extras_of(requests))
         self.batch_slots = slots
         self.batch_requests = requests
 
@@ -316,8 +329,8 @@ class Runner:
         for request in requests:
             self._write_penalties(request)
         ids = to_device(np.zeros(len(slots), np.int32), self.model.device)
-        extras = _extras(requests)
-        self._write_masks(requests)
+        extras = extras_of(requests)
+        self.write_masks(requests)
         logprobs = self.sample(logits, ids, batch.rows(slots), *extras)
         batch.ids[slots] = ids
         if self.device_to_host_ids_gpu is not None:
@@ -341,8 +354,8 @@ class Runner:
             rows = slice(low, min(low + step, len(targets)))
             logits = self.model.logits(Tensor(x_WC[rows])).data
             arrays = token_logprobs(logits, targets_W[rows], n_top, self.model.config.vocab_size)
-            pieces.append([_to_host_later(x) for x in arrays])
-        self.in_flight.append(ScoresInFlight(chunks, pieces, self._arrival()))
+            pieces.append([to_host_later(x) for x in arrays])
+        self.in_flight.append(ScoresInFlight(chunks, pieces, self.arrival()))
 
     # ------------------------------------------------------------------------- sampling
     def sample(
@@ -401,7 +414,7 @@ class Runner:
         vocab = self.model.config.vocab_size
         return Penalties.empty(self.batch.ids, self.max_batch, tokens, vocab)
 
-    def _write_masks(self, requests: list[Request]) -> None:
+    def write_masks(self, requests: list[Request]) -> None:
         """Make and upload the masks of those requests that are constrained. Waits for their tokens
         in flight."""
         constrained = {request for request in requests if request.constraint is not None}
@@ -424,14 +437,15 @@ class Runner:
         slots: list[int],
         logprobs: tuple[Array, ...],
         rows: list[int],
+        size: int = 0,
     ) -> None:
         copies = [
-            _to_host_later(x) for x in logprobs
+            to_host_later(x) for x in logprobs
         ]  # before the event that wait_for_ids waits for
         wait_for_ids = self.read_ids_later(requests, slots)
         if self.masks is not None:  # there has been a constraint
             wait_for_ids = accepting(requests, wait_for_ids)
-        self.in_flight.append(TokensInFlight(requests, wait_for_ids, copies, rows))
+        self.in_flight.append(TokensInFlight(requests, wait_for_ids, copies, rows, size))
 
     def read_ids_later(self, requests: list[Request], slots: list[int]) -> Callable[[], list[int]]:
         """Return a function that waits for the ids of the step just launched and returns them, one
@@ -440,7 +454,7 @@ class Runner:
             ids = to_numpy(self.batch.ids)[slots].tolist()
             return lambda: ids
         rows = _host_rows(requests)
-        wait = self._arrival()
+        wait = self.arrival()
 
         def wait_for_ids() -> list[int]:
             wait()
@@ -448,7 +462,7 @@ class Runner:
 
         return wait_for_ids
 
-    def _arrival(self) -> Callable[[], None]:
+    def arrival(self) -> Callable[[], None]:
         """Return a function that waits for everything launched so far."""
         if self.model.device != "gpu":
             return lambda: None
@@ -475,6 +489,8 @@ class Runner:
         with self.mode():
             for size in sizes:
                 self.decode(size, True, True, True)
+            if self.verifier is not None:
+                self.verifier.every_shape()
             for n in sorted(n for n in rows if n <= longest):
                 self.prefill_shape(n)
         self.penalties = None
@@ -492,7 +508,7 @@ class Runner:
         self.sample(logits, ids, self.batch.rows(list(range(A))), True, True, True)
 
 
-def _extras(requests: list[Request]) -> tuple[bool, bool, bool]:
+def extras_of(requests: list[Request]) -> tuple[bool, bool, bool]:
     """Return whether a request has penalties or a bias, whether one asks for log-probabilities, and
     whether one has a constraint."""
     penalized = any([request.penalties.active for request in requests])
@@ -512,7 +528,7 @@ def _host_rows(requests: list[Request]) -> list[int]:
     return [(len(r.completion) + r.in_flight - 1) % 2 for r in requests]
 
 
-def _to_host_later(x: Array) -> np.ndarray:
+def to_host_later(x: Array) -> np.ndarray:
     """Return an array in host memory that has the values of x when the kernels launched so far, and
     the copy, have ended."""
     if not is_gpu(x):

@@ -16,44 +16,24 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from .blocks import MIN_COPIED, ROOT, BlockPool, Prefix, block_key, block_keys
 from .requests import Request, State, Step
-from .work import BlockCopy, NewScores, NewTokens, Prefill, PrefillChunk, ScoredChunk, Work
+from .speculation import Speculation, count_accepted
+from .work import (
+    Arrived,
+    BlockCopy,
+    Limits,
+    NewScores,
+    NewTokens,
+    Prefill,
+    PrefillChunk,
+    VerifiedTokens,
+    Work,
+    graph_size,
+)
 
 TRACE_STEPS = 4096  # steps that the trace keeps
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the scheduler may use.
-
-    max_batch: slots, the entries of the decode batch.
-    max_seq_len: tokens of a sequence.
-    n_blocks, block_tokens: blocks of the KV cache, and tokens of a block.
-    prefill_tokens: prompt tokens in one forward pass.
-    prefill_interval: while sequences decode, steps between two admissions.
-    reuse_prefix: share blocks between sequences that begin with the same tokens.
-    run_ahead: a step is launched before the tokens of the previous one arrive.
-    trained_length: prompts of more tokens have RoPE angles of their own and share nothing; None: no
-    prompt has.
-    pass_flops: floating-point operations of a prefill pass while other sequences decode.
-    token_flops, past_flops: those of one token, about, and of each token before it.
-    """
-
-    max_batch: int
-    max_seq_len: int
-    n_blocks: int
-    block_tokens: int
-    prefill_tokens: int
-    prefill_interval: int = 1
-    reuse_prefix: bool = True
-    run_ahead: bool = False
-    trained_length: int | None = None
-    pass_flops: float = math.inf
-    token_flops: int = 1
-    past_flops: int = 0
 
 
 class Scheduler:
@@ -64,10 +44,17 @@ class Scheduler:
     unfinished: all submitted requests that have not ended, by request_id.
     waiting, prefilling, decoding: the same requests by their state, in order.
     trace: what happened in the last steps.
+    speculation: how many tokens sequences draft; None: none.
     """
 
-    def __init__(self, limits: Limits, weights_version: Callable[[], int] = lambda: 0):
+    def __init__(
+        self,
+        limits: Limits,
+        weights_version: Callable[[], int] = lambda: 0,
+        speculation: Speculation | None = None,
+    ):
         self.limits = limits
+        self.speculation = speculation
         self.current_weights = weights_version
         self.weights_version = weights_version()  # at the last admission
         self.trace: collections.deque[Step] = collections.deque(maxlen=TRACE_STEPS)
@@ -146,16 +133,30 @@ class Scheduler:
         self._choose_prefill(step, work)
         return work
 
-    def take(self, arrived: Iterable[NewTokens | NewScores]) -> list[tuple[Request, int]]:
+    def take(self, arrived: Iterable[Arrived]) -> list[tuple[Request, int]]:
         """Append what has been computed and end finished sequences. Return the (request, new token)
         pairs."""
         pairs: list[tuple[Request, int]] = []
         for new in arrived:
+            if self.speculation is not None:
+                self.speculation.note_arrival(new)
             if isinstance(new, NewScores):
                 self._take_scores(new)
+            elif isinstance(new, VerifiedTokens):
+                self._take_verified(new, pairs)
             else:
                 self._take_tokens(new, pairs)
         return pairs
+
+    def _take_verified(self, new: VerifiedTokens, pairs: list[tuple[Request, int]]) -> None:
+        """Append the accepted drafts of each request and the token after them."""
+        for request, draft, drawn, logprobs in zip(
+            new.requests, new.drafts, new.drawn, new.logprobs
+        ):
+            n = count_accepted(draft, drawn)
+            request.cached_tokens += n
+            request.in_flight += n
+            self._take_tokens(NewTokens([request] * (n + 1), drawn, logprobs), pairs)
 
     def _take_tokens(self, new: NewTokens, pairs: list[tuple[Request, int]]) -> None:
         for request, token, logprobs in zip(new.requests, new.tokens, new.logprobs):
@@ -364,10 +365,35 @@ class Scheduler:
             self.preemptions += len(step.preempted)
             work.decoding = [r for r in work.decoding if r.state is State.DECODING]
             work.grown = [r for r in work.grown if r.state is State.DECODING]
+        if self.speculation is not None and not any([r.in_flight for r in work.decoding]):
+            self._draft(self.speculation, work)
         for request in work.decoding:
             request.cached_tokens += 1
             request.in_flight += 1
         step.decoded = [request.request_id for request in work.decoding]
+
+    def wants_tokens(self) -> bool:
+        """Return True if drafts pay that need the tokens in flight."""
+        requests = self.decoding
+        if self.speculation is None or not any([r.in_flight for r in requests]):
+            return False
+        return any(self.speculation.lengths(requests, self._plain_size(requests)))
+
+    def _draft(self, speculation: Speculation, work: Work) -> None:
+        """Draft tokens, as many as pay and as there are blocks for."""
+        requests = work.decoding
+        lengths = speculation.lengths(requests, self._plain_size(requests))
+        for i, (request, n) in enumerate(zip(requests, lengths)):
+            end = request.cached_tokens + 1 + n
+            while end > len(request.blocks) * self.pool.S and self._leaves_room(1):
+                request.blocks.append(self.pool.allocate())
+                work.grown.append(request)
+            lengths[i] = min(n, len(request.blocks) * self.pool.S - request.cached_tokens - 1)
+        work.drafts = speculation.draft(requests, lengths)
+
+    def _plain_size(self, requests: list[Request]) -> int:
+        """Return the entries of a plain decoding step."""
+        return graph_size(_last_slot(requests) + 1, self.limits.max_batch)
 
     def _make_room(self, request: Request, step: Step) -> None:
         """Preempt the newest sequences until a block is available; one of them may be the request
@@ -402,7 +428,7 @@ class Scheduler:
             prefill.drawing += group
             prefill.rows += [ends[i] - 1] * len(group)
         for chunk, end in zip(chunks, ends):
-            self._add_scored(prefill, chunk, end)
+            prefill.add_scored(chunk, end)
         for chunk in chunks:
             self._note_prefilled(chunk, step)
         prefill.copy = self._copy_of_last_blocks(groups)
@@ -471,21 +497,6 @@ class Scheduler:
             self.decoding.append(request)
             group.append(request)
         return groups
-
-    def _add_scored(self, prefill: Prefill, chunk: PrefillChunk, end: int) -> None:
-        """Note the positions of a chunk whose logits are scored. end: rows of the pass up to the
-        chunk's last one."""
-        scores = chunk.request.scores
-        if scores is None:
-            return
-        positions = scores.scored_positions(chunk.start, len(chunk.tokens))
-        if not positions:
-            return
-        first = len(prefill.rows) - len(prefill.drawing)
-        rows = slice(first, first + len(positions))
-        prefill.rows += range(end - len(positions), end)
-        prefill.scored.append(ScoredChunk(chunk.request, positions[0], rows))
-        chunk.request.in_flight += 1
 
     def _note_prefilled(self, chunk: PrefillChunk, step: Step) -> None:
         request = chunk.request
@@ -587,13 +598,3 @@ def _may_join(request: Request) -> bool:
 
 def _last_slot(requests: list[Request]) -> int:
     return max([request.slot for request in requests], default=-1)
-
-
-def graph_size(b: int, max_batch: int) -> int:
-    """Return the entries of the CUDA graph that serves b sequences: a power of two up to 8, then a
-    multiple of 8.
-
-    Entries without a sequence are idle.
-    """
-    size = 1 << (b - 1).bit_length() if b <= 8 else -(-b // 8) * 8
-    return min(size, max_batch)

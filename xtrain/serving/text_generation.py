@@ -13,7 +13,15 @@ from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
 from ..option_fields import POSITIONAL, REPEATED
 from .engine import Engine
-from .options import BatchInvariant, KVCache, MaxBatch, Weights, engine_arguments
+from .options import (
+    BatchInvariant,
+    Draft,
+    KVCache,
+    MaxBatch,
+    Speculate,
+    Weights,
+    engine_arguments,
+)
 from .pretrained import ModelOptions, Pretrained
 from .requests import MAX_ANSWERS, REASONS, Completion
 from .stream import Stream
@@ -72,6 +80,8 @@ class Options(SamplingOptions, ModelOptions):
     batch_invariant: BatchInvariant = False
     weights: Weights = "full"
     kv_cache: KVCache = "full"
+    speculate: Speculate = 0
+    draft: Draft = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +175,7 @@ def make_engine(p: Pretrained, tokens: list[list[int]], o: Options, max_new_toke
         )
     max_seq_len = min(context, longest + max(max_new_tokens, 1))
     sizes = dict(max_batch=min(len(tokens) * o.samples, o.max_batch), max_seq_len=max_seq_len)
-    return Engine(p.model, **engine_arguments(o) | sizes)
+    return Engine(p.model, **engine_arguments(o) | sizes, draft_model=p.draft(o.draft))
 
 
 def text_chunks(stream: Stream, texts: list[TextStream]) -> Iterator[TextChunk]:

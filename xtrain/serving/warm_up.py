@@ -18,7 +18,8 @@ def warm_up(engine: Any) -> str:
     start = time.perf_counter()
     runner = engine.runner
     with note_launches() as launches:
-        runner.every_shape(engine.sizes.prefill_tokens)
+        for each in engine.runners:
+            each.every_shape(engine.sizes.prefill_tokens)
     n_compiled = compile_noted(launches)
     free_cached(engine.model.device)
     runner.cache.copy_blocks([0], [0], 1)

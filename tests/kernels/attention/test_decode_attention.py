@@ -326,6 +326,31 @@ def test_step_by_step_is_the_whole_prompt_at_once(few_warps, norm, scaling):
             np.testing.assert_allclose(to_host(o)[0], want[0, t].reshape(-1), atol=1e-5)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_successive_tokens_of_one_sequence_in_one_launch(few_warps, dtype):
+    """Their keys are in the cache: the bits of one launch after the other. Rows that append would race."""
+    qkv, k, v, _, tables, *more = case([15, 3, 3], 2, 1, 16, 32, dtype, True)
+    tables = np.tile(tables[:1], (3, 1))
+    tables[:, 1] = 6  # unused
+    caches = [to_kernel(k), to_kernel(v)]
+    put = lambda x: to_kernel(x) if isinstance(x, np.ndarray) else x
+    one_by_one = []
+    for row in range(3):
+        own = to_kernel(qkv[[row]]), *caches, to_kernel(int32([15 + row])), put(tables[[row]])
+        one_by_one.append(to_host(decode_attention(*own, *map(put, more))))
+    written = [to_host(x).copy() for x in caches]
+    together = to_kernel(qkv), *caches, to_kernel(int32([15, 16, 17])), put(tables)
+    together = *together, *map(put, more)
+    assert np.array_equal(
+        to_host(decode_attention(*together, append=False)), np.concatenate(one_by_one)
+    )
+    assert all(same_bytes(to_host(x), y) for x, y in zip(caches, written))
+    if not GPU:
+        with pytest.raises(KernelError, match="race"):
+            decode_attention(*together)
+
+
 def test_against_pytorch():
     H, G, D, lengths = 4, 2, 32, [18, 4]
     args = case(lengths, H, G, D, 32)

@@ -147,6 +147,7 @@ def decode_attention_ref(
     scale,
     window=0,
     scales_RGS2=None,
+    append=True,
 ):
     """decode_attention in NumPy -> o (B, C). Appends to the caches in place. Computes in qkv's
     dtype, at least in float32."""
@@ -164,7 +165,7 @@ def decode_attention_ref(
     for i, b in enumerate(live_B):
         t = lengths_B[b]
         blocks = tables_BM[b, : t // S + 1]
-        if 0 <= blocks[-1] < R:
+        if append and 0 <= blocks[-1] < R:
             new = (x[i].astype(qkv_BP.dtype) for x in (k_NGD, v_NGD))
             write_token_ref(k_RGSD, v_RGSD, scales_RGS2, blocks[-1], t % S, *new)
         if not ((blocks >= 0) & (blocks < R)).all():
@@ -224,7 +225,9 @@ def make_combine(D, HEADS, WARPS):
 
 
 @functools.cache
-def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WINDOW=0, CODES=False):
+def make_decode_kernel(
+    D, S, GROUP, half, normalise, overlap, ready, config, WINDOW=0, CODES=False, APPEND=True
+):
     """Return the kernel, the heads of a partial result, the passes over the keys of a group.
 
     S: tokens of a block of the cache.
@@ -235,6 +238,7 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WIN
     primitives/ptx.py).
     ready: lengths, tables and the cache may be read before that.
     CODES: k and v are codes, in bf16 only, and scales their scales; otherwise scales is not used.
+    APPEND: write the new keys and values; otherwise they are in the cache.
     """
     HEADS = heads_of(half, GROUP)
     LIVE = min(HEADS, GROUP)  # heads whose results are kept
@@ -296,7 +300,7 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WIN
             for chunk in range(CHUNKS):
                 owner = item.split == item.splits - 1 and chunk == 0 and own < batch.R
                 h0 = chunk * HEADS
-                new_heads(shared.q, cache, inputs, places, t, h0, owner)
+                new_heads(shared.q, cache, inputs, places, t, h0, owner and APPEND)
                 cuda.syncthreads()  # the queries, and the new key and value in the cache
                 attend(shared, cache, pages, item.lo, item.hi, t + 1 - WINDOW, scale * LOG2E)
                 cuda.syncthreads()  # the results of all warps
@@ -379,6 +383,7 @@ def decode_attention(
     cache_ready: bool = False,
     window: int = 0,
     scales_RGS2: Array | None = None,
+    append: bool = True,
 ) -> Array:
     """Append one token per sequence to the cache and return its attention, o (B, H D) like qkv.
 
@@ -389,6 +394,8 @@ def decode_attention(
     window: keys that a token sees, 0 for all.
     scales (R, G, S, 2): if given, k and v are uint8 codes and these their scales (kv_codes.py); on
     a GPU qkv is bf16 then, and D is at least 32.
+    append: False: the keys and values of all rows are in the cache already, so several rows may be
+    tokens of one sequence. (The kernel of batch-invariant mode writes the same bits again.)
     cache_ready: the previous kernel writes neither the cache nor lengths or tables, so they may be
     read before it ends.
 
@@ -409,7 +416,7 @@ def decode_attention(
     if on_host(*arguments[:7], *weights, *([scales_RGS2] if codes else [])):
         lengths = np.where(lengths_B < M * S, lengths_B + 1, 0)
         check_blocks(op, tables_BM, lengths, R, S)
-        return decode_attention_ref(*arguments, eps, scale, window, scales_RGS2)
+        return decode_attention_ref(*arguments, eps, scale, window, scales_RGS2, append)
     _check_for_gpu(op, qkv_BP, k_RGSD, v_RGSD, codes)
     o_BC = empty(qkv_BP, (B, H * D))
     cos = cos_PR.reshape(-1)
@@ -424,7 +431,7 @@ def decode_attention(
     overlap = can_overlap(qkv_BP)
     seen = min(M * S, window + 15) if window else M * S
     splits = parts.splits_of(seen, config.keys, config.splits)
-    variant = D, S, group, half, bool(weights), overlap, cache_ready, config, window, codes
+    variant = D, S, group, half, bool(weights), overlap, cache_ready, config, window, codes, append
     decode_kernel, heads, chunks = make_decode_kernel(*variant)
     norms = weights or (cos, cos)  # a kernel argument must not be None
     scales = cos if scales_RGS2 is None else scales_RGS2.reshape(-1)

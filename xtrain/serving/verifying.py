@@ -1,0 +1,169 @@
+"""The verifying step of speculative decoding (speculation.py), on the device.
+
+Its rows are the last token of every sequence, then the first drafts of those that have one, then the
+second ones, and so on, sequences with longer drafts first:
+
+    sequence   a   b   c   a   b   a          a drafts 2 tokens, b 1, c none
+    position   0   0   0   1   1   2          so the rows of a position are successive
+
+For the model they are a decode batch (decode_batch.py) in which several entries have the same
+blocks. Each layer writes the keys and values of all rows before it reads any. The logits are a CUDA
+graph, whose rows are a power of two. Drawing is not: it is launched while the graph runs. Penalties
+and counts are those of a slot, so with penalties the positions are drawn one after the other, and a
+row whose draft turns out to be wrong has no slot.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..device import Array, to_device
+from .decode_batch import DecodeBatch
+from .masks import accepting
+from .requests import Request
+from .runner import Runner, TokensInFlight, extras_of, to_host_later
+from .speculation import verifying_size
+from .work import VerifiedTokens
+
+
+@dataclass(frozen=True)
+class DraftsInFlight:
+    """A launched verifying step. Arguments as in VerifiedTokens and TokensInFlight.
+
+    requests_N: the request of each row.
+    pieces: the results of token_logprobs, for some rows each.
+    """
+
+    requests: list[Request]
+    drafts: list[list[int]]
+    requests_N: list[Request]
+    ids_N: np.ndarray
+    pieces: list[list[np.ndarray]]
+    wait_for_all: Callable[[], None]
+    size: int
+
+    def wait(self) -> VerifiedTokens:
+        """Wait for the tokens."""
+        self.wait_for_all()
+        logprobs = [np.concatenate(arrays) for arrays in zip(*self.pieces)]
+        rows = list(range(len(self.requests_N)))
+        new = TokensInFlight(self.requests_N, self.ids_N.tolist, logprobs, rows).wait()
+        drawn: dict[Request, list[Any]] = {request: [] for request in self.requests}
+        for request, *token in zip(new.requests, new.tokens, new.logprobs):
+            drawn[request].append(token)
+        tokens = [[token for token, _ in pairs] for pairs in drawn.values()]
+        of_tokens = [[x for _, x in pairs] for pairs in drawn.values()]
+        accepting(self.requests, lambda: [ids[0] for ids in tokens])()
+        return VerifiedTokens(self.requests, self.drafts, tokens, of_tokens, self.size)
+
+
+class Row(NamedTuple):
+    """A token of a request: its last one (place 0), a draft after it (1, 2, ...), or one before."""
+
+    request: Request
+    place: int
+    token: int
+
+
+class Verifier:
+    """Verifies the drafts of a Runner's sequences, at most `most` tokens of each."""
+
+    def __init__(self, runner: Runner, most: int):
+        self.runner = runner
+        self.max_rows = verifying_size(runner.max_batch * (most + 1))
+        table_blocks = runner.batch.host_tables.shape[1]
+        self.batch = DecodeBatch(self.max_rows, table_blocks, runner.model.device)
+
+    def logits(self, size: int) -> tuple[Array]:
+        """Compute the logits of the first rows: what a CUDA graph records."""
+        batch = self.batch
+        lengths = batch.first(size)["lengths"]
+        tables = batch.device_tables[:size], batch.edges[: size + 1]
+        sequences = self.runner.cache.decode(lengths, *tables, drafted=True)
+        model = self.runner.model
+        return (model.logits(model.hidden(batch.ids[:size], sequences)).data,)
+
+    def launch(self, requests: list[Request], drafts: list[list[int]]) -> DraftsInFlight:
+        """Launch the step. The tokens of all requests so far have arrived."""
+        runner = self.runner
+        order = sorted(range(len(requests)), key=lambda i: -len(drafts[i]))
+        positions = range(max(map(len, drafts)) + 1)
+        groups = [[i for i in order if len(drafts[i]) >= j] for j in positions]
+        rows = [
+            Row(requests[i], j, drafts[i][j - 1] if j else requests[i].completion[-1])
+            for j, group in enumerate(groups)
+            for i in group
+        ]
+        logits = self.compute(rows)
+        runner.write_masks(requests)
+        ids_N, pieces = self._draw(logits, requests, [len(group) for group in groups])
+        copies = [[to_host_later(x) for x in piece] for piece in pieces if piece]
+        return DraftsInFlight(
+            requests,
+            drafts,
+            [row.request for row in rows],
+            to_host_later(ids_N),
+            copies,
+            runner.arrival(),
+            verifying_size(len(rows)),
+        )
+
+    def every_shape(self) -> None:
+        """Compute logits of every size, for note_launches: the results mean nothing."""
+        size = 2
+        while size <= self.max_rows:
+            self.logits(size)
+            size *= 2
+
+    def compute(self, rows: list[Row]) -> Array:
+        """Launch the forward pass of rows whose options and blocks are in runner.batch. Return the
+        logits; the columns for the sampler are in `batch`."""
+        batch = self.batch
+        slots_batch = self.runner.batch
+        n = len(rows)
+        size = verifying_size(n)
+        slots = [row.request.slot for row in rows]
+        for name in (*DecodeBatch.OPTIONS, "penalty_slot", "mask_slot"):
+            batch.host[name][:n] = slots_batch.host[name][slots]
+        batch.host_tables[:n] = slots_batch.host_tables[slots]
+        lengths = [row.request.length - 1 + row.place for row in rows]
+        numbers = [len(row.request.completion) + row.place for row in rows]
+        batch.write_counters(list(range(n)), lengths, numbers)
+        batch.host["lengths"][n:] = -1
+        batch.host_tables[n:size] = -1
+        batch.state.upload()
+        batch.upload_tables(size)
+        tokens = np.array([row.token for row in rows], np.int32)
+        batch.ids[:n] = to_device(tokens, self.runner.model.device)
+        (logits,) = self.runner.run_part(self.logits, size)
+        return logits
+
+    def _draw(
+        self, logits: Array, requests: list[Request], counts: list[int]
+    ) -> tuple[Array, list[tuple[Array, ...]]]:
+        """Draw a token for each row. Return the ids, and the log-probabilities in pieces.
+
+        counts: of the rows of each position.
+        """
+        runner = self.runner
+        penalized, scored, masked = extras_of(requests)
+        n = sum(counts)
+        ids_N = to_device(np.zeros(n, np.int32), runner.model.device)
+        columns = self.batch.first(n)
+        if not penalized:
+            return ids_N, [runner.sample(logits[:n], ids_N, columns, False, scored, masked)]
+        pieces = []
+        slots = columns["penalty_slot"][: counts[0]]
+        start = 0
+        for count in counts:
+            rows = slice(start, start + count)
+            if start:
+                before = slice(start - len(slots), start - len(slots) + count)
+                slots = slots[:count].copy()
+                slots[ids_N[before] != self.batch.ids[rows]] = -1
+            own = {name: column[rows] for name, column in columns.items()} | {"penalty_slot": slots}
+            pieces.append(runner.sample(logits[rows], ids_N[rows], own, True, scored, masked))
+            start += count
+        return ids_N, pieces
