@@ -53,7 +53,8 @@ Limits
   A loop in which nothing changes, or of more than 100 million iterations, is a KernelError.
 - Unwritten global memory is tracked in the arrays of `simulator.empty` and, inside `simulate`, of
   `cuda.device_array`; launchers fill it with NaN.
-- The schedule is always the same. Races are found by bookkeeping, not by chance.
+- One order of blocks and threads runs, unless `schedules=` asks for more. Races are found by
+  bookkeeping, not by chance.
 - A variable that gets different types in different branches keeps each of them; Numba would use the
   wider one.
 - Float functions are correctly rounded; a GPU's results differ in the last few bits.

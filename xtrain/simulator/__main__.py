@@ -4,22 +4,35 @@ simulator.
 -m NAME                        run a module instead
 --allow KINDS, --enable KINDS  do not report these kinds of findings (separated by commas);
                                report these, which are off by default
+--schedules N, --seed SEED     run every launch in N orders of its blocks and warps; in the order of
+                               this seed, which a finding names
 """
 
+import contextlib
 import os
 import runpy
 import sys
 import traceback
 
-USAGE = "usage: python -m {} [--allow KINDS] [--enable KINDS] [-m MODULE | SCRIPT] [ARGUMENTS]"
+USAGE = (
+    "usage: python -m {} [--allow KINDS] [--enable KINDS] [--schedules N] [--seed SEED] "
+    "[-m MODULE | SCRIPT] [ARGUMENTS]"
+)
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 1 for a mistake in a kernel, 2 for a wrong command line."""
     kinds: dict[str, list[str]] = {"--allow": [], "--enable": []}
-    while len(arguments) > 1 and arguments[0] in kinds:
-        kinds[arguments[0]] += arguments[1].split(",")
-        arguments = arguments[2:]
+    orders: dict[str, int] = {}
+    while len(arguments) > 1 and arguments[0] in (*kinds, "--schedules", "--seed"):
+        option, value, *arguments = arguments
+        if option in kinds:
+            kinds[option] += value.split(",")
+        elif value.isdecimal():
+            orders[option.removeprefix("--")] = int(value)
+        else:
+            print(f"{option} {value}: give a number", file=sys.stderr)
+            return 2
     module = arguments[:1] == ["-m"]
     arguments = arguments[module:]
     if not arguments or arguments[0].startswith("-"):
@@ -31,24 +44,29 @@ def main(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    from .errors import KernelError, reported_kinds
+    with contextlib.ExitStack() as active:
+        try:
+            from .host import simulate
 
-    try:
-        reported_kinds(kinds["--allow"], kinds["--enable"])
-        from .host import simulate
-    except (RuntimeError, ImportError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+            active.enter_context(simulate(kinds["--allow"], kinds["--enable"], **orders))
+        except (RuntimeError, ImportError, ValueError) as error:
+            print(error, file=sys.stderr)
+            return 2
+        return _run(arguments, module)
+
+
+def _run(arguments, module: bool) -> int:
+    """Run a module or a script. Returns 1 for a mistake in a kernel."""
+    from .errors import KernelError
 
     sys.argv = arguments
     try:
-        with simulate(kinds["--allow"], kinds["--enable"]):
-            if module:
-                sys.path.insert(0, os.getcwd())
-                runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-            else:
-                sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
-                runpy.run_path(arguments[0], run_name="__main__")
+        if module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+            runpy.run_path(arguments[0], run_name="__main__")
     except KernelError as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = os.path.dirname(os.path.abspath(__file__))

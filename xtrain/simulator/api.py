@@ -9,6 +9,7 @@ from .block import Launch
 from .errors import KernelError, reported_kinds
 from .memory import poisoned
 from .observers import observe
+from .orders import orders_of
 from .processes import checked
 from .stepper import Stepper
 from .thread import Dim3
@@ -53,6 +54,8 @@ def run(
     processes: int = 1,
     resident: int | None = None,
     cooperative: int | None = None,
+    schedules: int = 1,
+    seed: int | None = None,
 ) -> None:
     """Run `grid` blocks of `block` threads in the simulator.
 
@@ -73,21 +76,31 @@ def run(
     Results and findings are the same as in one process, which runs the blocks again if one has a
     finding, waits for another block, or accesses an element that a block of another process
     changes, also by an atomic (processes.py).
+    schedules: run the launch in so many orders of its blocks, warps and lanes (schedules.py). What
+    the usual order leaves in the arrays remains; a finding of another order names its seed.
+    seed: run the order of this seed instead of the usual one.
 
     Raises the first finding: KernelError or a subclass (see the module's docstring); the arrays
     then hold what was written up to the error.
     """
-    with np.errstate(all="ignore"):
-        reported = reported_kinds(allow, enable)
+    orders = orders_of(schedules, seed)
+    reported = reported_kinds(allow, orders.kinds(enable))
+
+    def make(schedule=None):
         launch = Launch(
-            kernel, _dim3(grid), _dim3(block), args, shared, overlap, reported, resident=resident
+            kernel, _dim3(grid), _dim3(block), args, shared, overlap, reported, schedule=schedule
         )
+        launch.resident = resident
         launch.keeps_warnings = warn is not None
         launch.raised = frozenset(raised)
         launch.cooperative = cooperative
         launch.processes = checked(processes)
+        return launch
+
+    with np.errstate(all="ignore"):
+        launch = make(orders.usual)
         try:
-            launch.run()
+            orders.run(launch, make)
         finally:
             for finding in launch.found.values():
                 if warn is not None and finding.severity == "warning":
@@ -104,6 +117,8 @@ def check(
     allow=(),
     enable=(),
     processes: int = 1,
+    schedules: int = 1,
+    seed: int | None = None,
 ) -> list[KernelError]:
     """Run a kernel as `run` does, but to its end, and return all findings. Each has `kind`,
     `severity` ("error" or "warning"), `sites` and `count`, the number of times that it occurred at
@@ -111,18 +126,31 @@ def check(
 
     After a finding the run continues as a GPU might: a read out of bounds gives an arbitrary
     number, such a write is dropped, threads that have exited count as arrived. A deadlock or an
-    exception in the kernel ends the run.
+    exception in the kernel ends the run. schedules, seed: as for `run`.
     """
+    orders = orders_of(schedules, seed)
+    reported = reported_kinds(allow, orders.kinds(enable))
+
+    def make(schedule=None):
+        return Launch(
+            kernel,
+            _dim3(grid),
+            _dim3(block),
+            args,
+            shared,
+            overlap,
+            reported,
+            True,
+            schedule=schedule,
+        )
+
     with np.errstate(all="ignore"):
         try:
-            reported = reported_kinds(allow, enable)
-            launch = Launch(
-                kernel, _dim3(grid), _dim3(block), args, shared, overlap, reported, True
-            )
+            launch = make(orders.usual)
         except KernelError as error:  # Numba would not compile or launch it
             return [error]
         launch.processes = checked(processes)
-        return launch.findings()
+        return launch.findings(lambda: orders.run(launch, make))
 
 
 def record(

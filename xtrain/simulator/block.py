@@ -9,6 +9,7 @@ deadlock.
 """
 
 import contextlib
+import functools
 import gc
 import inspect
 import math
@@ -28,6 +29,7 @@ from .memory import Mark, Memory, Record, dense_array, global_arrays, new_array,
 from .progress import FIRST, Progress
 from .releases import Sync
 from .scalars import Int32, typed, watching
+from .schedules import Schedule
 from .source import BLOCK_BARRIERS, GRID_SYNC, SPIN, translate
 from .thread import Dim3, Thread
 from .unset import plain
@@ -80,10 +82,14 @@ class Launch:
         reported=None,
         collects=False,
         resident=None,
+        schedule: Schedule | None = None,
     ):
         """reported: the kinds of findings to report, see errors.reported_kinds. collects: continue
         after a finding.
-        resident: blocks that run at a time; None: all that wait for others."""
+        resident: blocks that run at a time; None: all that wait for others.
+        schedule: the order of blocks and threads; None: by their numbers."""
+        self.schedule = schedule
+        self.repeats: Launch | None = None  # a launch that has run in another order
         self.keeps_warnings = False  # collect those
         self.returned: Dim3 | None = None  # a block that has ended, while the others meet
         self.raised: frozenset[str] = frozenset()  # but not these
@@ -119,14 +125,15 @@ class Launch:
         self.block = block
         self.dynamic = int(shared)
         self.overlap = overlap
-        self.previous_writes, self.previous_args, self.previous_copies = previous.last
+        self.previous = previous.last
+        self.previous_writes, self.previous_args, self.previous_copies = self.previous
         self.previous_extents = [
             *map(extent, _arrays_in(self.previous_args)),
             *self.previous_copies,
         ]
         self._check_size(shared)
-        self.translate = translate
-        self.translated = translate(kernel.py_func)
+        self.translate = functools.partial(translate, pauses=schedule is not None)
+        self.translated = self.translate(kernel.py_func)
         if self.translated.device_only is not None:
             raise self.translated.device_only
         self.records: list = []  # (a record that was given, the array that stands for it)
@@ -177,11 +184,11 @@ class Launch:
         else:
             known.count += 1
 
-    def findings(self) -> list[KernelError]:
+    def findings(self, run=None) -> list[KernelError]:
         """Run all blocks and return the findings. After one that leaves no sensible way to
-        continue, it is the last."""
+        continue, it is the last. run: instead of self.run"""
         try:
-            self.run()
+            (run or self.run)()
         except KernelError as error:
             self.found.setdefault((error.kind, error.sites), error)
         return [*self.found.values()]
@@ -211,13 +218,14 @@ class Launch:
     def _run_blocks(self):
         x, y, z = map(int, self.grid)
         self.blocks = self.not_started = x * y * z
-        positions = np.ndindex(z, y, x)
+        positions = iter(self._in_order(np.ndindex(z, y, x)))
         start = time.perf_counter()
         parked: list[Block] = self._start(next(positions), [])
         seconds = time.perf_counter() - start
         progress = Progress(self.name, self.blocks)
         if self.processes > 1 and seconds * (self.blocks - 1) > processes.WORTH:
             alone = parked or self.found or self.copies or self.overlap or self.observers
+            alone = alone or self.schedule
             expected = seconds * (self.blocks - 1) / self.processes
             if not alone and expected > FIRST:
                 progress.tell(1, expected)
@@ -248,7 +256,7 @@ class Launch:
         before = self.changes
         waiting = []
         progress = False
-        for block in parked:
+        for block in self._in_order(parked):
             waiting += self._advance(block)
             progress = progress or block.progress
         at_grid = all(block.at_grid for block in waiting)
@@ -266,6 +274,29 @@ class Launch:
             self._tell(parked[0], error)
             raise error
         return waiting
+
+    def _in_order(self, items):
+        """Blocks or threads in the order in which they run."""
+        if self.schedule is None:
+            return items
+        return self.schedule.order(items)
+
+    def given_arrays(self) -> list[np.ndarray]:
+        """The arrays among its arguments."""
+        return _arrays_in(self.given)
+
+    def last_change(self, array, index) -> tuple[str, tuple]:
+        """The name of an argument in the kernel, and the Site of the last change of an element by a
+        kernel."""
+        address = array[(*index, None)].__array_interface__["data"][0]
+        names = [*inspect.signature(self.translated.function).parameters][1:]
+        name = next((n for n, a in zip(names, self.given) if a is array), "an argument")
+        for memory in self.memories:
+            key = (address - memory.base) // memory.granule
+            last = memory.old_atomics.get(key) or memory.old_writes.get(key)
+            if last is not None:
+                return name, (last[1],)
+        return name, ()
 
     def block_at(self, position) -> "Block":
         """The block at a position (z, y, x) of the grid."""
@@ -404,7 +435,7 @@ class Block:
                     ready = [t for t in self.threads if t.request]
                 while not ready and (spinning := deadlocks.spinning(self)):
                     rounds += 1
-                    if not self._changed(spinning) or rounds % SPIN_ROUNDS == 0:
+                    if self._lets_others_run(spinning, rounds):
                         yield False
                     ready = spinning
                     for thread in ready:
@@ -435,9 +466,15 @@ class Block:
             self.syncs,
         )
 
+    def _lets_others_run(self, spinning, rounds) -> bool:
+        """Do other blocks run before the threads of this one that wait in loops?"""
+        schedule = self.launch.schedule
+        parks = schedule is not None and schedule.parks()
+        return not self._changed(spinning) or rounds % SPIN_ROUNDS == 0 or parks
+
     def _run_each(self, threads, function, *args):
         """Run each thread up to the next place where it waits."""
-        others = iter(threads)
+        others = iter(self.launch._in_order(threads))
         try:
             try:
                 for thread in others:

@@ -63,6 +63,7 @@ KINDS = {
     "shift": Kind("error", True, "a shift by a negative number of bits, or by 64 or more"),
     "float_to_integer": Kind("error", True, "NaN, infinity or a float out of range converted to an integer"),
     "int16_overflow": Kind("warning", False, "a number of more than 16 bits converted to int16; on in pytest, as an error"),
+    "order_dependent": Kind("warning", False, "a result that depends on the order of threads; on where several orders run"),
     "integer_overflow": Kind("warning", False, "a signed integer that does not fit the type it is converted to"),
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ import warnings
 
 from . import device, device_array, dispatch, frontends, settings
 from .errors import reported_kinds
+from .orders import orders_of
 from .processes import checked
 
 
@@ -121,7 +122,7 @@ def stop():
 
 
 @contextlib.contextmanager
-def simulate(allow=(), enable=(), raised=(), processes=1):
+def simulate(allow=(), enable=(), raised=(), processes=1, schedules=1, seed=None):
     """Run every launch of a Numba CUDA kernel in the simulator, as a context manager or a
     decorator.
 
@@ -133,19 +134,22 @@ def simulate(allow=(), enable=(), raised=(), processes=1):
 
     allow, enable, raised: kinds of findings, as for `run`, added to those of a `simulate` around
     this one.
-    processes: as for `run`. All hold for the thread of the host that calls `simulate`; those of the
+    processes, schedules, seed: as for `run`. All hold for the thread of the host that calls `simulate`; those of the
     main thread also for the others.
 
     Launches raise a KernelError for what a GPU would not report. Raises
     RuntimeError if Numba's own simulator is in use.
     """
     reported_kinds((*allow, *raised), enable)  # raises ValueError for an unknown one
+    orders_of(schedules, seed)
     before = settings.current()
     now = settings.Settings(
         allow=(*before.allow, *allow),
         enable=(*before.enable, *enable),
         raised=(*before.raised, *raised),
         processes=checked(processes),
+        schedules=schedules,
+        seed=seed,
         tracks_unwritten="unwritten_global" in reported_kinds((*before.allow, *allow)),
     )
     start()

@@ -11,6 +11,17 @@ from .cudasim import enabled
 STRICT = "negative_index", "int16_overflow"  # warnings that fail a test
 
 
+# option -> its value without --simulate-cuda
+UNUSED: dict[str, object] = {
+    "report": None,
+    "allow": [],
+    "enable": [],
+    "processes": 1,
+    "schedules": 1,
+    "seed": None,
+}
+
+
 def pytest_addoption(parser):
     group = parser.getgroup("simulate-cuda")
     group.addoption(
@@ -42,6 +53,21 @@ def pytest_addoption(parser):
         help="with --simulate-cuda: run the blocks of a launch in N processes if they are independent",
     )
 
+    group.addoption(
+        "--cuda-schedules",
+        metavar="N",
+        type=int,
+        default=1,
+        help="with --simulate-cuda: run every launch in N orders of its blocks and warps",
+    )
+    group.addoption(
+        "--cuda-seed",
+        metavar="SEED",
+        type=int,
+        default=None,
+        help="with --simulate-cuda: run every launch in the order of this seed, which a finding names",
+    )
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config):
@@ -56,13 +82,14 @@ def pytest_load_initial_conftests(early_config):
 
             kinds = _kinds(allow), [*STRICT, *_kinds(enable)]
             more = {"raised": STRICT, "processes": options.cuda_processes}
+            more |= {"schedules": options.cuda_schedules, "seed": options.cuda_seed}
             active.enter_context(host.simulate(*kinds, **more))
         except (RuntimeError, ImportError, ValueError) as error:
             raise pytest.UsageError(str(error)) from None
         early_config.add_cleanup(active.close)
         if options.cuda_report:
             host.dispatch.failed = []
-    for option, default in (("report", None), ("allow", []), ("enable", []), ("processes", 1)):
+    for option, default in UNUSED.items():
         if getattr(options, f"cuda_{option}") != default and not options.simulate_cuda:
             raise pytest.UsageError(f"--cuda-{option} is for --simulate-cuda: add it")
 

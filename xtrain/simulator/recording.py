@@ -150,6 +150,8 @@ class Recording(Observer):
 
     # ------------------------------------------------------------------------- what the simulator calls
     def begin(self, block: Any) -> None:
+        if self.launch is not None and block.launch.repeats is self.launch:
+            vars(self).update(vars(type(self)(self.of)))
         if self.launch is None:
             self.launch = block.launch
             self._parameters = parameters(block.launch)

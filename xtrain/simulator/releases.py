@@ -51,7 +51,7 @@ and so does the last block that merges what all have written (CUDA guide, Memory
     if s[0] == cuda.gridDim.x - 1:
         ... = partial[...]
 
-Only one schedule runs, and an atomic reads the last change. What atomics alone may show on a GPU
+An atomic reads the last change. What atomics alone may show on a GPU
 (store buffering, load buffering, IRIW: old values, in different orders for different threads) is
 not shown; the accesses that depend on such an outcome are compared as above.
 

@@ -15,6 +15,8 @@ class Settings:
     enable: tuple[str, ...] = ()
     raised: tuple[str, ...] = ()
     processes: int = 1
+    schedules: int = 1
+    seed: int | None = None
     tracks_unwritten: bool = False  # report unwritten elements of cuda.device_array
 
     def keywords(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import frontends, refused
+from . import frontends, refused, settings
 from .errors import KernelError
 from .intrinsics import INTRINSICS
 from .names import ARITHMETIC, DYNAMIC, NAMESPACES, Names, at, parameters
@@ -94,25 +94,31 @@ class Translated(NamedTuple):
 
 
 # ----------------------------------------------------------------------------- translation
-_translated: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+# with and without pauses
+_translated: dict[bool, weakref.WeakKeyDictionary] = {
+    pauses: weakref.WeakKeyDictionary() for pauses in (False, True)
+}
 _lock = threading.RLock()  # of the threads of the host
 
 
-def translate(function) -> Translated:
+def translate(function, pauses=False) -> Translated:
     """Rewrite a function: the `py_func` of a @cuda.jit function. Cached. Returns None while the
     function is being rewritten (a recursive call). Raises KernelError for what Numba does not
     compile.
+
+    pauses: a thread may let others run before an atomic (schedules.py).
     """
+    done = _translated[pauses]
     with _lock:
-        if function not in _translated:
+        if function not in done:
             learn()
-            _translated[function] = None  # in progress
+            done[function] = None  # in progress
             try:
-                _translated[function] = _translate(function)
+                done[function] = _translate(function, pauses)
             finally:
-                if _translated[function] is None:
-                    del _translated[function]
-        return _translated[function]
+                if done[function] is None:
+                    del done[function]
+        return done[function]
 
 
 def freeze(function):
@@ -131,11 +137,14 @@ def freeze(function):
     if known:
         with contextlib.suppress(KernelError):
             translate(function)
+            if settings.current().schedules > 1:
+                translate(function, True)
 
 
-def _translate(function):
+def _translate(function, pauses):
     definition = _definition(function)
     rewriter = _Rewriter(function, definition.name)
+    rewriter.pauses = pauses
     definition.decorator_list = []
     _strip_annotations(definition)
     device_only = refused.check(rewriter, definition)
@@ -220,7 +229,9 @@ def _strip_annotations(definition):
 
 class _Rewriter(Names):
     """The rewriting of one function. A visit_X method returns the new syntax tree of a node of type
-    X."""
+    X. pauses: as for `translate`."""
+
+    pauses = False
 
     def typed_like(self, node):
         """An expression that has the type of `node` and reads no memory; None if the source does
@@ -453,6 +464,8 @@ class _Rewriter(Names):
             if index is not None:
                 node.args[1] = index
             node.args.insert(0, site)
+            if "atomic" in name and self.pauses and not self.in_lambda:
+                return self.after_pause(node, site)
             return node
         if _hashable(function) and function in INTRINSICS:
             return self.intrinsic(node, function)
@@ -483,6 +496,14 @@ class _Rewriter(Names):
             return at(ast.YieldFrom(node), node)
         new = self.generic_visit(node)
         return self.folded(new, function)
+
+    def after_pause(self, node, site):
+        """`(_t.pause(site) and (yield SPIN), node)[1]`"""
+        self.waits = True
+        spin = ast.Tuple([ast.Constant(SPIN), site, ast.Tuple([], ast.Load())], ast.Load())
+        pause = ast.BoolOp(ast.And(), [self.call(node, "pause", site), ast.Yield(spin)])
+        both = ast.Tuple([pause, node], ast.Load())
+        return at(ast.Subscript(both, ast.Constant(1), ast.Load()), node)
 
     def is_value(self, node):
         """Is the called function a parameter, a variable or an element of a tuple, and not a nested
@@ -548,7 +569,7 @@ class _Rewriter(Names):
 
     def device_function(self, node, function):
         """A call of a @cuda.jit function."""
-        translated = translate(function)
+        translated = translate(function, self.pauses)
         if translated is None:  # it calls itself, perhaps by way of another function
             later = self.constant(self.static(node.func), node, function.__name__)
             return self.apply(node, later)
@@ -650,7 +671,10 @@ class _Rewriter(Names):
             raise self.error(node, f"{node.name} has a decorator: move it out of the kernel")
         node.args.defaults = [self.visit(d) for d in node.args.defaults]
         with self.inside(node, node.name):
+            pauses = self.pauses
+            self.pauses = False  # it may be passed on
             node.body = self.block(node.body)
+            self.pauses = pauses
             waits = self.waits
         self.inner[node.name] = waits or self.inner.get(node.name, False)
         return node

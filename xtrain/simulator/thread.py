@@ -29,6 +29,7 @@ from .memory import (
 )
 from .names import NAMESPACES
 from .scalars import TWINS, Int32, UInt32, UInt64, dtype_of, twin, unify
+from .schedules import PAUSES
 from .unset import Unset, carries, plain
 
 ATOMIC = "atomically changed"  # the verb in a report
@@ -68,13 +69,33 @@ class Thread:
     state_at_spin: (site of the loop, local variables) when it last let others run in a waiting loop
     generator, request, reply: the running kernel, what it waits for, and the result to send to it
     left: the Site of the return statement that ended it
+    pauses: how often it has let others run before an atomic (schedules.py)
     state: a dict for simulated intrinsics, which keep state between calls in it
     """
 
     __slots__ = (
-        "_state", "atomic_on", "block", "blockDim", "blockIdx", "generator", "gridDim",
-        "index", "instruction", "lane", "laneid", "left", "mark", "reply", "request", "seen",
-        "state_at_spin", "sync", "threadIdx", "view", "warp",
+        "_state",
+        "atomic_on",
+        "block",
+        "blockDim",
+        "blockIdx",
+        "generator",
+        "gridDim",
+        "index",
+        "instruction",
+        "lane",
+        "laneid",
+        "left",
+        "mark",
+        "pauses",
+        "reply",
+        "request",
+        "seen",
+        "state_at_spin",
+        "sync",
+        "threadIdx",
+        "view",
+        "warp",
     )  # fmt: skip
     warpsize = Int32(32)
 
@@ -91,6 +112,7 @@ class Thread:
         self.request: Any = None
         self.generator = self.reply = self.seen = self.left = self.sync = None
         self._state = self.state_at_spin = self.atomic_on = None
+        self.pauses = 0
         self.view = releases.NOTHING
         self.instruction = ""  # the simulated intrinsic that is running
 
@@ -627,6 +649,15 @@ class Thread:
     def nanosleep(self, ns):
         pass
 
+    def pause(self, site):
+        """Does the thread let others run now? For schedules.py."""
+        schedule = self.block.launch.schedule
+        if self.pauses == PAUSES or not schedule.pauses():
+            return False
+        self.pauses += 1
+        self.state_at_spin = site, None
+        return True
+
     def turns(self, site, waits, stores, only_waits):
         """A function that a while loop calls in each iteration.
 
@@ -643,6 +674,8 @@ class Thread:
 
         def counted():
             left = MAX_TURNS
+            if waits and self.block.launch.schedule is not None and self.pause(site):
+                yield False
             while left > 0:
                 turns = min(every, left)
                 yield from itertools.repeat(True, turns - 1)
