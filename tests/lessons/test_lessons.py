@@ -198,32 +198,36 @@ def command(folder, *arguments):
     )  # fmt: skip
 
 
-def test_from_start_to_a_passed_check(tmp_path):
-    done = command(tmp_path, "start", "1")
+def test_from_start_to_a_passed_check(tmp_path, monkeypatch, capsys):
+    def called(*arguments):
+        """-> exit code, output, errors of the command in this process"""
+        code = lesson.main([*arguments])
+        return code, *capsys.readouterr()
+
+    monkeypatch.chdir(tmp_path)
     mine = tmp_path / "my_lessons" / "01_threads.py"
-    assert done.returncode == 0 and mine.exists(), done.stderr
+    code, _, err = called("start", "1")
+    assert code == 0 and mine.exists(), err
     assert mine.read_text().count("# YOUR CODE") == 3
-    done = command(tmp_path, "check", "1")
-    assert done.returncode == 1 and done.stdout.count("Nothing is written yet") == 3
+    code, out, _ = called("check", "1")
+    assert code == 1 and out.count("Nothing is written yet") == 3
     mine.write_text(mine.read_text() + lesson.tagged(text_of("1"), "solution"))
     done = command(tmp_path, "check", "1")
     assert done.returncode == 0 and done.stdout.count("correct") == 3, done.stdout + done.stderr
     assert (tmp_path / "my_lessons" / "passed.txt").read_text().split() == ["1.1", "1.2", "1.3"]
-    shown = command(tmp_path, "list").stdout
+    _, shown, _ = called("list")
     assert re.search(r"^Kernels: 3 of \d+ exercises passed, \d+ hours$", shown, re.M)
     assert re.search(
         r"1  threads +60 min  \[x\] 1\.1  \[x\] 1\.2  \[x\] 1\.3   .*01_threads.py", shown
     )
     assert "[ ] 2.1" in shown
-    done = command(tmp_path, "check", "1.2")
-    assert (
-        done.returncode == 0 and done.stdout.startswith("1.2") and done.stdout.count("correct") == 1
-    )
-    done = command(tmp_path, "start", "1")
-    assert done.returncode == 2 and "--force" in done.stderr
+    code, out, _ = called("check", "1.2")
+    assert code == 0 and out.startswith("1.2") and out.count("correct") == 1
+    code, _, err = called("start", "1")
+    assert code == 2 and "--force" in err
     mine.write_text("def broken(:\n")
-    done = command(tmp_path, "check", "1")
-    assert done.returncode == 2 and "line 1" in done.stderr and "Traceback" not in done.stderr
+    code, _, err = called("check", "1")
+    assert code == 2 and "line 1" in err and "Traceback" not in err
 
 
 def test_an_exercise_that_no_longer_passes_is_taken_off_the_list(tmp_path):
