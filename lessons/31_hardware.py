@@ -418,8 +418,8 @@ for name in ("copy_naive", "copy_four", "linear_tiled_16", "linear_registers"):
 #
 # ## The library's kernel
 #
-# The attention for Hopper does by hand what 31.1 computes: one warpgroup only copies, and gives its registers to those that
-# compute. Your histogram is the first half of the embedding's sort.
+# The attention for Hopper does by hand what 31.1 computes: one warpgroup (four warps, [lesson 23](23_hopper.ipynb)) only copies, and
+# gives its registers to those that compute. Your histogram is the first half of the embedding's sort.
 
 # %%
 from xtrain.kernels import embedding
