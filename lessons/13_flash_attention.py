@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 13 FlashAttention
 #
-# *About 90 minutes. You need [lesson 3](03_reductions.ipynb) and the attention of [lesson
+# *About 110 minutes. You need [lesson 3](03_reductions.ipynb) and the attention of [lesson
 # 7](07_model.ipynb).*
 #
 # **The question.** Attention compares every token with every earlier one: T tokens make T x T

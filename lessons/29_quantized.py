@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 29 Quantized weights: one byte each
 #
-# *About 60 minutes. You need [lesson 12](12_bf16.ipynb) and [lesson 18](18_kv_cache.ipynb).*
+# *About 75 minutes. You need [lesson 12](12_bf16.ipynb) and [lesson 18](18_kv_cache.ipynb).*
 #
 # **The question.** To decode one token of one sequence, a GPU reads every weight once and computes two
 # operations with it. So the bytes of the weights decide the speed. How few bits does a weight need, where

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 31 Hardware in earnest: what a profile means
 #
-# *About 60 minutes. You need [lesson 3](03_reductions.ipynb) and [lesson 10](10_profiling.ipynb).*
+# *About 75 minutes. You need [lesson 3](03_reductions.ipynb) and [lesson 10](10_profiling.ipynb).*
 #
 # **The question.** A profiler prints hundreds of numbers: occupancy, registers, spills, active lanes, conflicts. Which
 # of them say why a kernel is slow? You can compute the important ones by hand, and then read them.

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 34 fp8 and scaling: training with one byte
 #
-# *About 75 minutes. You need [lesson 4](04_matmul.ipynb) and [lesson 12](12_bf16.ipynb).
+# *About 90 minutes. You need [lesson 4](04_matmul.ipynb) and [lesson 12](12_bf16.ipynb).
 # [Lesson 29](29_quantized.ipynb) is about weights of one byte in serving.*
 #
 # **The question.** The tensor cores of a Hopper GPU multiply numbers of one byte twice as fast as bf16. A
