@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 1 A thread, a block, a grid
 #
-# *About 60 minutes. You need only Python and NumPy; no GPU is required.*
+# *About 75 minutes. You need only Python and NumPy; no GPU is required.*
 #
 # **The question.** A language model is trained by a few dozen small programs called kernels. Each
 # kernel runs as a million copies at once. What does such a program look like? How does each copy

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 2 Memory
 #
-# *About 60 minutes. You need [lesson 1](01_threads.ipynb).*
+# *About 75 minutes. You need [lesson 1](01_threads.ipynb).*
 #
 # **The question.** Your kernel from lesson 1 did one addition for every 12 bytes that it moved. An
 # H200 can do 67 trillion float32 operations per second, and your kernel reached less than one

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 3 Reductions
 #
-# *About 60 minutes. You need [lesson 2](02_memory.ipynb).*
+# *About 75 minutes. You need [lesson 2](02_memory.ipynb).*
 #
 # **The question.** Every layer of a language model starts by dividing each row of its input by that
 # row's root mean square. This needs a sum over the whole row. But the row is spread over hundreds

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 4 Matrix products
 #
-# *About 60 minutes. You need [lesson 2](02_memory.ipynb).*
+# *About 75 minutes. You need [lesson 2](02_memory.ipynb).*
 #
 # **The question.** Nearly all the arithmetic of a language model is in its matrix products. Why is
 # this the one operation that xtrain does not write itself, but takes from NVIDIA's library, cuBLAS?

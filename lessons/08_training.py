@@ -475,7 +475,7 @@ print(f"array by array: {4 * (reads + writes)} bytes per weight; one kernel: {4 
 # %% [markdown]
 # A model has hundreds of parameter arrays, most of them small. One launch per array would cost more
 # than the arithmetic of the small ones. **xtrain keeps all parameters in one array, the arena**
-# (and all gradients in one, and m, and v). The optimizer is therefore *one* launch, whatever the
+# ([lesson 16](16_memory.ipynb); and all gradients in one, and m, and v). The optimizer is therefore *one* launch, whatever the
 # model. The gradient norm is one reduction. And in lesson 15, a bucket of gradients to send is a
 # slice.
 
@@ -590,7 +590,7 @@ for decoupled in (True, False):
 #
 # 2: `[name for name, p in model.named_parameters() if p.ndim == 1]`: all norms.
 #
-# 3: m and v in float32, 8 GB. ZeRO-1 divides them among the GPUs.
+# 3: m and v in float32, 8 GB. ZeRO-1 ([lesson 16](16_memory.ipynb)) divides them among the GPUs.
 #
 # </details>
 #

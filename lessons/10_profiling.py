@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 10 Profiling
 #
-# *About 60 minutes. You need [lesson 9](09_batching.ipynb).*
+# *About 75 minutes. You need [lesson 9](09_batching.ipynb).*
 #
 # **The question.** In lesson 9, two of three improvements were wrong because nothing had been
 # measured first: what does the step wait for? Measuring is no easier than writing kernels. The

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 11 Fusing
 #
-# *About 60 minutes. You need [lesson 10](10_profiling.ipynb), and RMSNorm from [lesson
+# *About 75 minutes. You need [lesson 10](10_profiling.ipynb), and RMSNorm from [lesson
 # 3](03_reductions.ipynb).*
 #
 # **The question.** In the kernel table of lesson 10, the kernels move their bytes as fast as a copy

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 12 bf16
 #
-# *About 60 minutes. You need [lesson 11](11_fusing.ipynb) and AdamW ([lesson
+# *About 75 minutes. You need [lesson 11](11_fusing.ipynb) and AdamW ([lesson
 # 8](08_training.ipynb)).*
 #
 # **The question.** Fusing moves fewer numbers. Could the numbers be smaller, too? With 16 bits

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 13 FlashAttention
 #
-# *About 90 minutes. You need [lesson 3](03_reductions.ipynb) and the attention of [lesson
+# *About 110 minutes. You need [lesson 3](03_reductions.ipynb) and the attention of [lesson
 # 7](07_model.ipynb).*
 #
 # **The question.** Attention compares every token with every earlier one: T tokens make T x T
@@ -644,7 +644,8 @@ lesson.source(flash_attention_fp32.make_fwd_kernel)
 # `past` is for serving, where the keys of earlier tokens are already in the cache ([lesson
 # 18](18_kv_cache.ipynb)), and `g` is the key head, which several query heads may share. The bf16
 # kernels do the same on tensor cores, the subject of [lesson 14](14_tensor_cores.ipynb). Measured
-# forward and backward, compared with PyTorch, in TFLOP/s:
+# forward and backward, compared with PyTorch, in TFLOP/s
+# ([lesson 4](04_matmul.ipynb)):
 
 # %%
 by_length = [

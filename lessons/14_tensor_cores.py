@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 14 Tensor cores from Python
 #
-# *About 90 minutes. You need [lesson 4](04_matmul.ipynb) and [lesson
+# *About 110 minutes. You need [lesson 4](04_matmul.ipynb) and [lesson
 # 13](13_flash_attention.ipynb).*
 #
 # **The question.** An H200 does 67 trillion float32 operations per second outside its tensor cores;

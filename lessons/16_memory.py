@@ -406,7 +406,8 @@ else:
 # And with several GPUs? In [lesson 15](15_data_parallel.ipynb), every rank holds the same moments
 # and updates them in the same way: R times the same work on R copies. **ZeRO-1** divides the
 # moments among the ranks. After the *reduce-scatter*, rank r has the final gradients of its own
-# parts and updates only those; the *all-gather* then sends the new weights instead of gradients.
+# parts and updates only those; the *all-gather* then sends the new weights
+# instead of gradients (lesson 15 has both).
 # The traffic is the same. Bytes per parameter and rank:
 
 # %%

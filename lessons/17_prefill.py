@@ -143,8 +143,8 @@ edges_kernel = lesson.yours(edges_kernel, edges_kernel_solution)
 # %% [markdown]
 # ## Exercise 17.2: remove the padding
 #
-# Sometimes the input is already a padded rectangle, for example from a tokenizer. Remove the
-# padding: packed row n comes from position t of sequence a. Which sequence is that? The one with
+# Sometimes the input is already a padded rectangle, for example from a tokenizer ([lesson
+# 8](08_training.ipynb)). Remove the padding: packed row n comes from position t of sequence a. Which sequence is that? The one with
 # edges[a] <= n < edges[a + 1]. A sequence may be empty.
 
 

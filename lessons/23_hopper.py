@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 23 Hopper: wgmma and TMA
 #
-# *About 60 minutes. You need [lesson 14](14_tensor_cores.ipynb).*
+# *About 75 minutes. You need [lesson 14](14_tensor_cores.ipynb).*
 #
 # **The question.** With `mma.sync`, reading the operands takes as long as multiplying them. What do
 # the fastest kernels do instead?

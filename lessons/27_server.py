@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 27 What lies between a request and a kernel
 #
-# *About 60 minutes. You need [lesson 20](20_sampling.ipynb) and [lesson 21](21_engine.ipynb).*
+# *About 90 minutes. You need [lesson 20](20_sampling.ipynb) and [lesson 21](21_engine.ipynb).*
 #
 # **The question.** A client sends a few hundred bytes. Some milliseconds later a kernel runs for
 # them, and words come back one by one. Which stages lie in between, in which thread, and what does

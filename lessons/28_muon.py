@@ -207,7 +207,7 @@ lesson.figures.curves(s, near, "singular value at the beginning", "after five it
 
 # %% [markdown]
 # One detail for matrices that are not square: for a tall one, R > C, the product $X X^T$ is larger than
-# $X^T X$. Since $(X X^T) X = X (X^T X)$, multiply from the other side; or transpose, compute, and
+# $X^T X$. (Both are called Gram matrices: the products of all rows, or of all columns, of X with each other.) Since $(X X^T) X = X (X^T X)$, multiply from the other side; or transpose, compute, and
 # transpose back.
 #
 # ## Exercise 28.2: Newton-Schulz

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 29 Quantized weights: one byte each
 #
-# *About 60 minutes. You need [lesson 12](12_bf16.ipynb) and [lesson 18](18_kv_cache.ipynb).*
+# *About 75 minutes. You need [lesson 12](12_bf16.ipynb) and [lesson 18](18_kv_cache.ipynb).*
 #
 # **The question.** To decode one token of one sequence, a GPU reads every weight once and computes two
 # operations with it. So the bytes of the weights decide the speed. How few bits does a weight need, where
@@ -343,8 +343,9 @@ gemv_int8_kernel = lesson.yours(gemv_int8_kernel, gemv_int8_kernel_solution)
 # %% [markdown]
 # ## Measure: what the model loses
 #
-# Small errors of weights are not the goal, a good model is. We train one on a language whose perplexity is
-# known: the next token follows from the last two by a table, four times out of five; otherwise it is any of 12.
+# Small errors of weights are not the goal, a good model is. We train one on a language whose **perplexity** is
+# known. (It is $e$ to the mean loss: among how many equally likely tokens the next one has to be guessed.) The next
+# token follows from the last two by a table, four times out of five; otherwise it is any of 12.
 
 # %%
 V, rng = 12, np.random.default_rng(0)

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 30 Scan and sort across blocks
 #
-# *About 60 minutes. You need [lesson 3](03_reductions.ipynb) and [lesson 7](07_model.ipynb).*
+# *About 75 minutes. You need [lesson 3](03_reductions.ipynb) and [lesson 7](07_model.ipynb).*
 #
 # **The question.** The gradient of an embedding adds up, for every token, the rows of dx of all positions that hold
 # it. Thousands of positions may hold the same token. Atomic additions would be simple, but their order differs

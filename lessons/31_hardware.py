@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 31 Hardware in earnest: what a profile means
 #
-# *About 60 minutes. You need [lesson 3](03_reductions.ipynb) and [lesson 10](10_profiling.ipynb).*
+# *About 75 minutes. You need [lesson 3](03_reductions.ipynb) and [lesson 10](10_profiling.ipynb).*
 #
 # **The question.** A profiler prints hundreds of numbers: occupancy, registers, spills, active lanes, conflicts. Which
 # of them say why a kernel is slow? You can compute the important ones by hand, and then read them.
@@ -418,8 +418,8 @@ for name in ("copy_naive", "copy_four", "linear_tiled_16", "linear_registers"):
 #
 # ## The library's kernel
 #
-# The attention for Hopper does by hand what 31.1 computes: one warpgroup only copies, and gives its registers to those that
-# compute. Your histogram is the first half of the embedding's sort.
+# The attention for Hopper does by hand what 31.1 computes: one warpgroup (four warps, [lesson 23](23_hopper.ipynb)) only copies, and
+# gives its registers to those that compute. Your histogram is the first half of the embedding's sort.
 
 # %%
 from xtrain.kernels import embedding

@@ -736,8 +736,8 @@ for world in (1, 2, 3, 4):
 # ## How much memory does it take?
 #
 # In the accounting of the ZeRO paper, mixed precision needs 16 bytes per parameter: weights and
-# gradients of 2 bytes, and the float32 master weights, m and v of AdamW. (xtrain keeps gradients in
-# float32: 18.) Which of these are divided by R = 64 ranks?
+# gradients of 2 bytes, and the float32 master weights ([lesson 12](12_bf16.ipynb)), m and v of AdamW.
+# (xtrain keeps gradients in float32: 18.) Which of these are divided by R = 64 ranks?
 
 # %%
 R, parameters = 64, 70e9

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 33 A step as one kernel
 #
-# *About 75 minutes. You need [lesson 19](19_decode_attention.ipynb) and [lesson 31](31_hardware.ipynb).*
+# *About 90 minutes. You need [lesson 19](19_decode_attention.ipynb) and [lesson 31](31_hardware.ipynb).*
 #
 # **The question.** One user talks to a model of 135 million parameters. A decoding step is five
 # kernels per layer, 30 layers, all in one CUDA graph, and each kernel takes 2 to 3 microseconds,

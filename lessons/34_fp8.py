@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 34 fp8 and scaling: training with one byte
 #
-# *About 75 minutes. You need [lesson 4](04_matmul.ipynb) and [lesson 12](12_bf16.ipynb).
+# *About 90 minutes. You need [lesson 4](04_matmul.ipynb) and [lesson 12](12_bf16.ipynb).
 # [Lesson 29](29_quantized.ipynb) is about weights of one byte in serving.*
 #
 # **The question.** The tensor cores of a Hopper GPU multiply numbers of one byte twice as fast as bf16. A
@@ -581,7 +581,7 @@ print("saturated, not finite:", *lesson.host(counts_2))
 #
 # A layer $y = x\,w^T$ has three products in a step. A tensor core reads a register of 32 bits from each operand: two neighbouring bf16 numbers, or four of
 # fp8. Neighbouring along which axis? Along the one that is *summed*, K. If a matrix lies in memory with K contiguous ("K-major"), such registers are
-# loaded as they are. For bf16, Hopper's instruction can transpose a tile on its way (wgmma has a flag for it, and `ldmatrix` has `.trans`). Both move units of two bytes. **For fp8 there is neither**:
+# loaded as they are. For bf16, Hopper's instruction can transpose a tile on its way (wgmma, of [lesson 23](23_hopper.ipynb), has a flag for it, and `ldmatrix`, of [lesson 14](14_tensor_cores.ipynb), has `.trans`). Both move units of two bytes. **For fp8 there is neither**:
 # one byte is not a unit that they can move. So each operand must lie in memory with the summed axis last:
 #
 # | product | summed over | reads | which is |
@@ -849,7 +849,7 @@ print("numbers:   ", np.array_equal(fp8.decode(theirs.rows), round_to(x_bf16, *F
 # 1: Dividing by it changes the exponent only, so x / s is exact, and rounding happens once. It costs up to one power of two of range, since the scale must be rounded up; the digits stay the same. 2: In dw the errors
 # of many tokens average out, so there; but the codes of dy are made once for both products. In this small model the loss is the same: with a scale, its gradients span fewer than 15 powers of two.
 # 3: It reads 2 bytes and writes 1 + 1. A warp reads 64 neighbouring bytes and writes 32: one sector. That is why the library's threads read 16 bytes each. 4: Nothing. The weights' maxima are the same on all ranks, and
-# the scales of x and dy concern only a rank's own tokens. The gradients are summed over the ranks as ever, so the weights stay identical. A maximum over the ranks (an all-reduce) is needed only if a run on one GPU is to give the same numbers.
+# the scales of x and dy concern only a rank's own tokens. The gradients are summed over the ranks as ever, so the weights stay identical. A maximum over the ranks (an all-reduce, [lesson 15](15_data_parallel.ipynb)) is needed only if a run on one GPU is to give the same numbers.
 #
 # </details>
 #

@@ -697,9 +697,17 @@ for name, product in products.PRODUCTS.items():
     print(f"{name:11} {answers[name]:8} passes the check: {passes}")
 
 # %% [markdown]
-# One line disagrees: `added` passes (in the simulator, where threads take turns in a fixed order), although its order is
-# anything. A check finds differences that occur while it runs, and reading finds those that may occur. xtrain needs both: its
-# own kernels have no float atomics, which a test of each of them enforces, and cuBLAS, which cannot be read, is checked.
+# One line disagrees: `added` passes, although its order is anything, because in the simulator threads take turns in a
+# fixed order. It can also run a launch in other orders of blocks, warps and lanes:
+
+# %%
+y_86 = simulator.sim(np.zeros((8, 6), np.float32))
+arrays = y_86, simulator.sim(x), simulator.sim(w)
+lesson.report(simulator.run, products.adding_kernel, (6, 8), 32, *arrays, schedules=8)
+
+# %% [markdown]
+# A check finds differences that occur while it runs, and reading finds those that may occur. xtrain needs both: its
+# own kernels add no floats with atomics, and cuBLAS, which cannot be read, is checked.
 #
 # ## Measure: what does it promise, what does it cost?
 #

@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 
-from xtrain.simulator import sim
+from xtrain.simulator import run, sim
 
 from .attempt import exercise
-from .row_products import PRODUCTS
+from .row_products import PRODUCTS, adding_kernel
 
 CHUNK = D = 16
 F = np.float32
@@ -441,17 +441,31 @@ def difference(name):
     rng = np.random.default_rng(1)
     x, w = rng.normal(size=(8, 64)).astype(np.float32), rng.normal(size=(6, 64)).astype(np.float32)
 
-    def run(x_NK):
+    def product(x_NK):
         y = sim(np.zeros((len(x_NK), len(w)), np.float32))
         PRODUCTS[name](y, sim(x_NK), sim(w))
         return np.array(y)
 
-    whole = run(x)
+    whole = product(x)
     for n in range(8):
-        alone = run(x[n : n + 1])[0]
+        alone = product(x[n : n + 1])[0]
         for o in np.flatnonzero(alone != whole[n])[:1]:
             return f"Row {n} of random numbers has y[{o}] = {alone[o]:.9g} alone and {whole[n, o]:.9g} among 8 rows."
     return ""
+
+
+def two_orders():
+    """A sentence with the bits of an element for two orders of the threads."""
+    rng = np.random.default_rng(1)
+    x, w = rng.normal(size=(1, 64)).astype(np.float32), rng.normal(size=(6, 64)).astype(np.float32)
+    found = []
+    for seed in (None, 1):
+        y = sim(np.zeros((1, 6), np.float32))
+        run(adding_kernel, (6, 1), 32, y, sim(x), sim(w), seed=seed)
+        found.append(np.array(y))
+    o = np.flatnonzero(found[0] != found[1])[0]
+    one, other = (y[0, o] for y in found)
+    return f"y[{o}] of a row is {one:.9g} if the threads come in one order, and {other:.9g} in another one."
 
 
 @exercise(
@@ -472,13 +486,9 @@ def causes(e):
         e.need(answer in ANSWERS, f"{name}: {answer!r} is no answer. Choose from {', '.join(map(repr, ANSWERS))}.")  # fmt: skip
         if answer == true:
             continue
-        why = difference(name) if answer == "row" else ""
-        if not why and answer == "row":
-            why = (
-                "In the simulator threads take turns in a fixed order. On a GPU they do not."
-                if true == "threads"
-                else ""
-            )
+        why = ""
+        if answer == "row":
+            why = two_orders() if true == "threads" else difference(name)
         raise e.wrong("\n".join(filter(None, [f"{name}: {answer!r} is not it.", why, LOOK[name]])))
 
 

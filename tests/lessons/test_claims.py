@@ -57,3 +57,13 @@ def test_two_schedules_have_the_same_bits_and_one_product_passes_the_check_wrong
     assert len(passed) == 7
     wrong = [name for name, cause, passes in passed if (cause == "row") != (passes == "True")]
     assert wrong == ["added"] and "`added` passes" in text
+
+
+def test_drafts_do_not_change_an_answer_and_do_not_always_pay():
+    text, output = texts("36")
+    assert re.findall(r"the same \w+: +(True|False)", output) == ["True"] * 6
+    pays = {int(n): float(p) for n, p in re.findall(r"^(\d+) sequences?, .* from p = (\S+) on", output, re.M)}  # fmt: skip
+    assert pays[1] < 0.2 and "With one sequence nearly any guess pays" in text
+    assert pays[32] > 0.5 and "must be right more often than not" in text
+    share = {int(n): int(s) for n, s in re.findall(r"edited code +n = (\d): .* (\d+)% of", output)}
+    assert share[1] < share[2] < share[4] and "n = 4 has the better drafts" in text

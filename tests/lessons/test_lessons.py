@@ -218,7 +218,7 @@ def test_from_start_to_a_passed_check(tmp_path, monkeypatch, capsys):
     _, shown, _ = called("list")
     assert re.search(r"^Kernels: 3 of \d+ exercises passed, \d+ hours$", shown, re.M)
     assert re.search(
-        r"1  threads +60 min  \[x\] 1\.1  \[x\] 1\.2  \[x\] 1\.3   .*01_threads.py", shown
+        r"1  threads +75 min  \[x\] 1\.1  \[x\] 1\.2  \[x\] 1\.3   .*01_threads.py", shown
     )
     assert "[ ] 2.1" in shown
     code, out, _ = called("check", "1.2")
@@ -399,6 +399,9 @@ def test_the_index_shows_the_tracks_and_their_time():
         linked = [int(n) for n in re.findall(r"\[(\d+)\]\(\d\d_\w+\.ipynb\)", row[1])]
         assert linked == list(numbers)
         assert int(row[2]) == round(sum(int(minutes[str(n)]) for n in numbers) / 60)
+    for path in SOURCES:
+        [stated] = re.findall(r"^# \*About (\d+) minutes", path.read_text(encoding="utf-8"), re.M)
+        assert stated == minutes[str(int(path.name[:2]))], path.name
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)

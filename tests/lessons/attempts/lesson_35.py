@@ -666,22 +666,15 @@ def causes():
 
 
 # %% 35.4 WRONG: what does N change, besides the number of blocks?
-def causes():
-    return dict(
-        per_thread="parts",
-        added="threads",
-        filled="parts",
-        split="row",
-        tuned="kernel",
-        tiled="tile",
-        scaled="numbers",
-    )
+# as the solution, but:
+# -         "per_thread": "row",
+# +         "per_thread": "parts",
 
 
 # %% 35.4 WRONG: What says which of them comes first?
-# as the attempt above, but:
-# -     return dict(per_thread="parts", added="threads", filled="parts", split="row", tuned="kernel", tiled="tile", scaled="numbers")
-# +     return dict(per_thread="row", added="parts", filled="parts", split="row", tuned="kernel", tiled="tile", scaled="numbers")
+# as the solution, but:
+# -         "added": "threads",
+# +         "added": "parts",
 
 
 # %% 35.4 WRONG: Compute `parts` for N = 1, 2 and 8.

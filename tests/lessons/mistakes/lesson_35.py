@@ -45,7 +45,7 @@ MISTAKES = [
     ("35.3", "acc / l", "acc", "The division by l is missing"),
     ("35.3", "b, d = cuda.blockIdx.x, cuda.threadIdx.x", "b, d = 0, cuda.threadIdx.x", "block b has sequence b"),
     ("35.4", '"per_thread": "row"', '"per_thread": "parts"', "what does N change"),
-    ("35.4", '"added": "threads"', '"added": "row"', "threads take turns in a fixed order"),
+    ("35.4", '"added": "threads"', '"added": "row"', "if the threads come in one order"),
     ("35.4", '"filled": "parts"', '"filled": "row"', "alone and"),
     ("35.4", '"split": "row"', '"split": "parts"', "Does their number depend on N?"),
     ("35.4", '"tuned": "kernel"', '"tuned": "row"', "among 8 rows"),
