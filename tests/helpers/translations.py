@@ -27,16 +27,16 @@ def share() -> None:
     source._translate = _shared_translation
 
 
-def _shared_translation(function):
+def _shared_translation(function, pauses):
     try:
-        key = _key(function)
+        key = pauses, *_key(function)
         found = _shared.get(key)
     except (_Unknown, TypeError):  # TypeError: a value that has no hash
-        return _translate(function)
+        return _translate(function, pauses)
     if found is None:
         if len(_shared) >= MOST:
             _shared.clear()
-        found = _shared[key] = _translate(function)
+        found = _shared[key] = _translate(function, pauses)
     return found
 
 
