@@ -309,6 +309,40 @@ def test_kernels_are_compiled_in_several_processes(compilers):
     assert compiled == 1 and again.items() > code.items()
 
 
+def test_a_launch_waits_for_its_own_kernel_only(monkeypatch, compilers, tmp_path):
+    """Each kernel is compiled once, in another process: the last one when a file appears."""
+    go, translate = tmp_path / "go", _compile._translate
+
+    def waits(kernel, signature):
+        while signature == (2,) and not go.exists():
+            time.sleep(0.01)
+        return translate(kernel, signature)
+
+    monkeypatch.setattr(_compile, "_translate", waits)
+    monkeypatch.setattr(_compile, "_compile", None)  # not here
+    assert _compile.start_compiling(compilers) == 3
+    assert _compile.start_compiling(compilers) == 0
+    first, second, last = compilers
+    early = [_compile.machine_code(job) for job in (first, second)]
+    assert not _compile._running[last].done()
+    go.touch()
+    codes = [*early, _compile.machine_code(last)]
+    assert len({name.split()[1] for name, _ in codes} - {str(os.getpid())}) == 3
+    assert _compile.compile_together(compilers) == (dict(zip(compilers, codes)), 0)
+
+
+def test_threads_compile_a_kernel_once(monkeypatch, compiling, tmp_path):
+    monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: tmp_path / "k.cubin")
+    slow = lambda kernel, signature: (time.sleep(0.1), compiling.append(kernel), ("k", b""))[-1]
+    monkeypatch.setattr(_compile, "_compile", slow)
+    threads = [threading.Thread(target=_compile.machine_code, args=(("k", ()),)) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiling == ["k"] and not _compile._running
+
+
 @pytest.mark.parametrize("how", ["it raises", "it dies"])
 def test_a_compiler_process_that_fails(monkeypatch, compilers, how):
     """This process then compiles, and says so; a kernel's own error is raised here."""
