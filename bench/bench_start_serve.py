@@ -130,16 +130,17 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.log = open(caches / "log", "w+")
+        self.log = caches / "log"
         more = {"XTRAIN_CACHE": caches / "xtrain", "CUPY_CACHE_DIR": caches / "cupy"}
         environment = os.environ | {name: str(path) for name, path in more.items()}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         self.start = time.time()
         environment["STARTED"] = str(self.start)
         command = [sys.executable, str(script), "--model", str(folder), "--port", str(self.port)]
-        self.process = subprocess.Popen(
-            [*command, *options], env=environment, stdout=self.log, stderr=self.log
-        )
+        with open(self.log, "w", encoding="utf-8") as log:
+            self.process = subprocess.Popen(
+                [*command, *options], env=environment, stdout=log, stderr=log
+            )
         while True:
             try:
                 socket.create_connection(("127.0.0.1", self.port), 1).close()
@@ -152,8 +153,7 @@ class Server:
 
     def text(self) -> str:
         """Return what the server has written."""
-        self.log.flush()
-        return Path(self.log.name).read_text()
+        return self.log.read_text(encoding="utf-8")
 
     def show(self, name: str) -> None:
         """Print the parts of the start."""

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from twins import random_model, small
 
 from xtrain import Engine, Transformer
+from xtrain.kernels.runtime import compile as _compile
 from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.runtime.launch import note_launches
 from xtrain.serving.runner import Runner
-from xtrain.serving.warm_up import every_launch, run_requests, warm_up
+from xtrain.serving.warm_up import compile_ahead, every_launch, run_requests, warm_up
 from xtrain.simulator import SimArray
 
 WIDE = dict(vocab_size=64, dim=64, n_layers=2, head_dim=16, hidden_dim=96, max_seq_len=400)
@@ -225,6 +226,17 @@ class NoShapesEngine(Engine):
     runner_type = NoShapes
 
 
+def test_a_new_engine_compiles_what_requests_may_need(monkeypatch):
+    """Every kernel once, in other processes; the engine itself stays as it is."""
+    engine, known, _ = in_simulator("bf16")
+    jobs = []
+    monkeypatch.setattr(_launch, "start_compiling", jobs.extend)
+    before = dict(vars(engine.runner))
+    compile_ahead(engine)
+    assert set(jobs) == {(s.kernel, s.types) for s in known.values()}
+    assert len(set(jobs)) == len(jobs) and vars(engine.runner) == before
+
+
 def test_nothing_stays_of_the_warm_up():
     """On the CPU, where there is nothing to compile."""
     model = random_model(small(head_dim=16), device="cpu")
@@ -260,6 +272,26 @@ def test_no_request_waits_for_a_compiler(model, monkeypatch, tmp_path):
 
     monkeypatch.setattr(_launch, "load_function", refuse)
     monkeypatch.setattr(cupy.cuda.compiler, "compile_using_nvrtc", refuse)
+    for stream in drawn_streams():
+        serve(engine, **stream)
+
+
+@pytest.mark.gpu
+def test_an_engine_compiles_every_kernel_once(monkeypatch, tmp_path):
+    """In other processes; requests are computed meanwhile."""
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path))
+    monkeypatch.setattr(_launch, "_plans", {})
+    monkeypatch.setattr(_compile, "_compile", refuse)
+    written, write = [], _compile._write
+    monkeypatch.setattr(_compile, "_write", lambda path, *code: written.append(path) or write(path, *code))
+    engine = make("bf16", "gpu")
+    for stream in drawn_streams():
+        serve(engine, **stream)
+    assert written and len(set(written)) == len(written)
+
+
+def drawn_streams():
+    """Some streams of requests, without hypothesis."""
     draw = np.random.default_rng(0)
     pick = lambda values: values[draw.integers(len(values))]
     for top in (None, 0, None, 2, None, None):
@@ -274,4 +306,4 @@ def test_no_request_waits_for_a_compiler(model, monkeypatch, tmp_path):
             for _ in range(int(draw.integers(1, 20)))
         ]
         cancelled = set(draw.integers(0, 20, 3).tolist())
-        serve(engine, requests, cancelled, int(draw.integers(1, 4)), top)
+        yield dict(requests=requests, cancelled=cancelled, n=int(draw.integers(1, 4)), top=top)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cli import say
-from ..config import ModelConfig
 from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
 from ..formats.texts import Texts

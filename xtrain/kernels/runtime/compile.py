@@ -113,7 +113,8 @@ def _translate(kernel, signature):
 
 
 # ------------------------------------------------------------------------ several kernels at a time
-_running: dict[tuple, concurrent.futures.Future] = {}  # jobs whose machine code will be there soon
+# the machine code of jobs that are being compiled, or whose code could not be written
+_running: dict[tuple, concurrent.futures.Future] = {}
 _running_lock = threading.Lock()
 
 
@@ -172,9 +173,9 @@ def machine_code(job: tuple) -> MachineCode:
 
 
 def _finish(job: tuple, path: Path | None, future: concurrent.futures.Future) -> None:
-    """Keep the result on disk."""
-    if path is not None and future.exception() is None:
-        _write(path, *future.result())
+    """Keep the result on disk, or in memory if it cannot be written."""
+    if future.exception() is None and not _write(path, *future.result()):
+        return
     with _running_lock:
         _running.pop(job, None)
 
@@ -301,7 +302,10 @@ def _read(path: Path | None) -> MachineCode | None:
     return name.decode(), cubin
 
 
-def _write(path, name, cubin):
+def _write(path: Path | None, name: str, cubin: bytes) -> bool:
+    """Return False if there is no file to write, or the disk is full or read-only."""
+    if path is None:
+        return False
     checksum = hashlib.sha256(name.encode() + cubin).hexdigest()
     content = b"\n".join((checksum.encode(), name.encode(), cubin))
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -309,6 +313,8 @@ def _write(path, name, cubin):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content)
         temporary.replace(path)
-    except OSError:  # the disk is full or read-only: the next process compiles again
+    except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        return False
+    return True
