@@ -70,7 +70,7 @@ if __name__ == "__main__":
     from xtrain.kernels.runtime import launch
     from xtrain.nn.model import Transformer
     from xtrain.server import listen
-    from xtrain.serving import engine, pretrained, warm_up
+    from xtrain.serving import engine, pretrained, runner, warm_up
     ends(pretrained, "resolve_device", "import CuPy, find the GPU")
     ends(pretrained, "load_texts", "tokenizer")
     ends(listen.Options, "load", "weights")
@@ -79,6 +79,7 @@ if __name__ == "__main__":
     ends(warm_up, "start_compiling_noted", "cache of kernels read, compilers started")
     ends(warm_up, "run_requests", "first requests, for CuPy's kernels")
     ends(warm_up, "compile_noted", "wait for compilers, load kernels")
+    ends(runner.Runner, "every_graph", "CUDA graphs")
     summed(launch, "load_function", "load_function")
     summed(row_bits, "known", "check of the bits of cuBLAS's rows")
     gpu = cupy()

@@ -13,6 +13,7 @@ from xtrain import Engine, Transformer
 from xtrain.kernels.runtime import compile as _compile
 from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.runtime.launch import note_launches
+from xtrain.nn.cuda_graph import EAGER_CALLS
 from xtrain.serving.runner import Runner
 from xtrain.serving.warm_up import compile_ahead, every_launch, run_requests, warm_up
 from xtrain.simulator import SimArray
@@ -238,14 +239,23 @@ def test_a_new_engine_compiles_what_requests_may_need(monkeypatch):
 
 
 def test_nothing_stays_of_the_warm_up():
-    """On the CPU, where there is nothing to compile."""
+    """On the CPU, where there is nothing to compile. A graph of requests with penalties would keep the addresses of
+    what the warm-up frees."""
     model = random_model(small(head_dim=16), device="cpu")
     engine, fresh = NoShapesEngine(model, 3, 40), Engine(model, 3, 40)
     assert engine.ready == ""
-    engine.runner.graphed = refuse  # a graph would keep the addresses of what the warm-up frees
+    captured = []
+
+    def graphed(variant):
+        captured.append(variant)
+        return variant[0](*variant[1:])
+
+    engine.runner.graphed = graphed
     ready = warm_up(engine)
-    assert engine.runner.graphed is refuse
-    engine.runner.graphed = None
+    runner = engine.runner
+    plain = [(runner.decode, size, False, False, False) for size in (3, 2, 1)]
+    assert captured == [variant for variant in plain for _ in range(EAGER_CALLS + 1)]
+    assert runner.graphed is graphed
     assert ready.startswith("0 kernels compiled, ready in ")
     assert (engine.steps, engine.scheduler.submitted, len(engine.trace)) == (0, 0, 0)
     assert engine.prefilled_tokens == engine.reused_tokens == engine.decoded_tokens == 0

@@ -30,10 +30,10 @@ def compile_ahead(engine: Any) -> None:
 
 
 def warm_up(engine: Any) -> str:
-    """Compile the kernels of a new Engine. Return one line for the user.
+    """Compile the kernels of a new Engine, and capture CUDA graphs. Return one line for the user.
 
     CuPy compiles its kernels in this process when they first run, so some requests run while
-    others compile those of Numba.
+    other processes compile those of Numba.
     """
     start = time.perf_counter()
     launches = every_launch(engine)
@@ -42,6 +42,7 @@ def warm_up(engine: Any) -> str:
         run_requests(engine)
     compile_noted(launches | more)
     free_cached(engine.model.device)
+    engine.runner.every_graph()
     return f"{n_compiled} kernels compiled, ready in {time.perf_counter() - start:.1f} s"
 
 
