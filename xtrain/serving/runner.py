@@ -516,7 +516,7 @@ class Runner:
                 if size <= CAPTURED_AHEAD:
                     batch.upload()
                     for _ in range(EAGER_CALLS + 1):
-                        self._run(self.decode, size, False, False, False)
+                        self.run_part(self.decode, size, False, False, False)
         batch.clear()
 
     def prefill_shape(self, n: int) -> None:
