@@ -1,5 +1,6 @@
 """No request waits for a compiler: an engine knows at its start every kernel that a request may need."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -9,69 +10,157 @@ from hypothesis import strategies as st
 from twins import random_model, small
 
 from xtrain import Engine, Transformer
+from xtrain.kernels.runtime import compile as _compile
 from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.runtime.launch import note_launches
+from xtrain.nn.cuda_graph import EAGER_CALLS
 from xtrain.serving.runner import Runner
-from xtrain.serving.warm_up import warm_up
+from xtrain.serving.warm_up import compile_ahead, every_launch, run_requests, warm_up
+from xtrain.simulator import SimArray
 
 WIDE = dict(vocab_size=64, dim=64, n_layers=2, head_dim=16, hidden_dim=96, max_seq_len=400)
+EXACT = dict(batch_invariant=True)
+WINDOWS = dict(sliding_window=40, full_attention_layers=(1,), no_rope_layers=(1,), tie_embeddings=True)
 MODELS = {
-    "fp32": (small(**WIDE), "fp32", False),
-    "fp32, batch-invariant": (small(**WIDE), "fp32", True),
-    "bf16": (small(**WIDE), "bf16", False),
-    "bf16, batch-invariant": (small(**WIDE), "bf16", True),
-    "bf16, tied, without QK-norm": (small(**WIDE, qk_norm=False, tie_embeddings=True), "bf16", False),
+    "fp32": (small(**WIDE), "fp32", {}),
+    "fp32, batch-invariant": (small(**WIDE), "fp32", EXACT),
+    "bf16": (small(**WIDE), "bf16", {}),
+    "bf16, batch-invariant": (small(**WIDE), "bf16", EXACT),
+    "bf16, tied, windows, without QK-norm": (small(**WIDE, qk_norm=False, **WINDOWS), "bf16", {}),
+    "int8": (small(**WIDE), "bf16", dict(weights="int8")),
+    "fp8 cache": (small(**WIDE | dict(head_dim=32)), "bf16", dict(kv_cache="fp8")),
 }  # fmt: skip
 every_model = pytest.mark.parametrize("model", MODELS)
 MAX_BATCH = 12  # products of up to 8 rows and of more
+# sequences at a time, tokens of a block, blocks: with few of them sequences are preempted
+SIZES = [(1, 64, 7), (3, 16, 25), (MAX_BATCH, 16, 30), (MAX_BATCH, 64, 84)]
+
+
+
+class Anything:
+    """A constraint that allows every token."""
+
+    ready, ended = True, None
+
+    def start(self):
+        return Anything()
+
+    def accept(self, token):
+        pass
+
+    def mask_into(self, row):
+        row[:] = -1
+
 
 length = st.one_of(st.integers(1, 20), st.integers(1, 399))
-# (length of the prompt, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, logprobs)
-CHOICES = (
-    [0.0, 0.8],
-    [None, 1, 50],
-    [1.0, 0.5],
-    [0.0, 0.1],
-    [1.0, 1.3],
-    [None, {3: -1.0}],
-    [None, 0, 5],
+# of a request, besides its prompt
+CHOICES = dict(
+    temperature=[0.0, 0.8],
+    top_k=[None, 1, 50],
+    top_p=[1.0, 0.5],
+    min_p=[0.0, 0.1],
+    repetition_penalty=[1.0, 1.3],
+    frequency_penalty=[0.0, 0.5],
+    logit_bias=[None, {3: -1.0}],
+    min_new_tokens=[0, 1],
+    allowed_token_ids=[None, {0, 5}],
+    logprobs=[None, 0, 5],
+    grammar=[None, Anything()],
 )
-NAMES = (
-    "max_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "logit_bias",
-    "logprobs",
+one_of = {name: st.sampled_from(values) for name, values in CHOICES.items()}
+request = st.fixed_dictionaries(
+    dict(first=st.integers(1, 3), shared=length, own=length, max_new_tokens=st.sampled_from([1, 2, 3, 30]))
+    | one_of
 )
-request = st.tuples(length, st.integers(1, 6), *map(st.sampled_from, CHOICES))
-
-
-def make(model, device, kind=Engine, **options):
-    config, precision, batch_invariant = MODELS[model]
-    weights = Transformer(config, None, device, precision, trainable=False)
-    return kind(weights, MAX_BATCH, 400, batch_invariant, prefill_tokens=300, **options)
-
-
-def every_shape(engine):
-    engine.runner.every_shape(engine.sizes.prefill_tokens)
+stream = st.fixed_dictionaries(
+    dict(
+        requests=st.lists(request, min_size=1, max_size=12),
+        cancelled=st.sets(st.integers(0, 30)),
+        n=st.integers(1, 3),
+        top=st.sampled_from([None, 0, 2]),  # of the log-probabilities of the prompts
+    )
+)
 
 
 @functools.cache
-def in_simulator(model):
-    """-> an engine, and what it compiles at its start. Its kernels do not run, so all its tokens are 0."""
-    engine = make(model, "sim")
-    with note_launches() as known:
-        every_shape(engine)
-    return engine, known
+def weights(model, device):
+    config, precision, _ = MODELS[model]
+    return Transformer(config, None, device, precision, trainable=False)
 
 
-def serve(engine, requests, cancelled):
-    lengths, *options = map(list, zip(*requests))
-    engine.logprobs([[2] * n for n in lengths if n > 1], top=len(requests) % 3)
-    stream = engine.stream([[1] * n for n in lengths], **dict(zip(NAMES, options)))
+def make(model, device, kind=Engine, max_batch=MAX_BATCH, **options):
+    sizes = dict(max_batch=max_batch, max_seq_len=400, prefill_tokens=300)
+    return kind(weights(model, device), **sizes, **MODELS[model][2], **options)
+
+
+class ArrayOperations:
+    """The operations on arrays of the device for which CuPy would compile a kernel, as (name, dtypes, axes).
+
+    In the simulator these are NumPy's operations on SimArrays: indexing and ufuncs. CuPy compiles one
+    kernel for each operation, for dtypes and numbers of axes; contiguity, and what only the branches for a GPU do, is
+    not modelled.
+    """
+
+    def __init__(self, monkeypatch):
+        self.found = set()
+        get, put = SimArray.__getitem__, SimArray.__setitem__
+
+        def getitem(array, index):
+            result = get(array, index)
+            if is_list(index):
+                self.found.add(("take", array.dtype.name, array.ndim))
+            return result
+
+        def setitem(array, index, value):
+            kinds = array.dtype.name, getattr(value, "dtype", np.dtype(type(value))).name
+            if is_list(index):
+                self.found.add(("scatter", *kinds, array.ndim))
+            elif array.size:
+                self.found.add(("copy", *kinds, np.ndim(get(array, index))))
+            put(array, index, value)
+
+        def ufunc(array, function, method, *inputs, out=(), **options):
+            plain = [x.view(np.ndarray) if type(x) is SimArray else x for x in (*inputs, *out)]
+            if function is not np.matmul:  # cuBLAS
+                self.found.add((function.__name__, *(np.asarray(x).dtype.name for x in plain)))
+            results = {"out": tuple(plain[len(inputs) :])} if out else {}
+            result = getattr(function, method)(*plain[: len(inputs)], **results, **options)
+            return result.view(SimArray) if isinstance(result, np.ndarray) else result
+
+        for name, function in (("getitem", getitem), ("setitem", setitem), ("array_ufunc", ufunc)):
+            monkeypatch.setattr(SimArray, f"__{name}__", function, raising=False)
+
+
+def is_list(index):
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, (list, np.ndarray)) for part in parts)
+
+
+@functools.cache
+def in_simulator(model, max_batch=MAX_BATCH, block_tokens=64, n_blocks=84):
+    """-> an engine, the kernels that it compiles at its start, and the operations that it runs before it is ready
+
+    Its kernels do not run, so all its tokens are 0.
+    """
+    engine = make(model, "sim", max_batch=max_batch, block_tokens=block_tokens)
+    limits, version = engine.make_scheduler.args
+    limits = dataclasses.replace(limits, n_blocks=n_blocks)
+    engine.make_scheduler = functools.partial(engine.scheduler_type, limits, version)
+    with pytest.MonkeyPatch.context() as patch, note_launches() as more:
+        operations = ArrayOperations(patch)
+        launches = every_launch(engine)
+        run_requests(engine)
+    assert more.keys() <= launches.keys()
+    return engine, launches, operations.found
+
+
+def serve(engine, requests, cancelled, n, top):
+    """Rounds of requests whose prompts begin with the same tokens, those of earlier rounds among them."""
+    prompts = [([r["first"]] * r["shared"] + [4] * r["own"])[:393] for r in requests]
+    if top is not None:
+        engine.logprobs([p for p in prompts if len(p) > 1], top=top)
+    options = {name: [r[name] for r in requests] for name in ("max_new_tokens", *CHOICES)}
+    stream = engine.stream(prompts, **options, n=n)
     for i, (number, _) in enumerate(stream):
         if i % 3 == 0 and number in cancelled:
             stream.cancel(number)
@@ -79,19 +168,22 @@ def serve(engine, requests, cancelled):
 
 @every_model
 @settings(max_examples=8, deadline=None)
-@given(requests=st.lists(request, min_size=1, max_size=20), cancelled=st.sets(st.integers(0, 19)))
-def test_no_request_needs_another_kernel(model, requests, cancelled):
-    engine, known = in_simulator(model)
-    with note_launches() as needed:
-        serve(engine, requests, cancelled)
+@given(size=st.sampled_from(SIZES), stream=stream)
+def test_no_request_waits_for_a_compilation(model, size, stream):
+    """Nothing is launched, and no operation of CuPy runs, that was not prepared."""
+    engine, known, prepared = in_simulator(model, *size)
+    with pytest.MonkeyPatch.context() as patch, note_launches() as needed:
+        operations = ArrayOperations(patch)
+        serve(engine, **stream)
     missing = [s.kernel.py_func.__name__ for key, s in needed.items() if key not in known]
     assert needed and not missing
+    assert operations.found and not operations.found - prepared
 
 
 @every_model
 def test_every_number_of_rows(model):
     """One prompt of each length up to the longest prefill, which is above every number that kernels are chosen by."""
-    engine, known = in_simulator(model)
+    engine, known, _ = in_simulator(model)
     for n in [*range(1, 40), *range(40, 300, 7), 263, 264, 265, 299]:
         with note_launches() as needed:
             engine.generate([[1] * n], 1)
@@ -115,8 +207,7 @@ class ForgetfulEngine(Engine):
 def test_a_forgotten_shape_is_found():
     """A product of 3 rows has a kernel of its own in float32."""
     engine = make("fp32", "sim", kind=ForgetfulEngine)
-    with note_launches() as known:
-        every_shape(engine)
+    known = every_launch(engine)
     with note_launches() as needed:
         engine.generate([[1] * 3], 1)
     missing = {s.kernel.py_func.__name__ for key, s in needed.items() if key not in known}
@@ -136,15 +227,35 @@ class NoShapesEngine(Engine):
     runner_type = NoShapes
 
 
+def test_a_new_engine_compiles_what_requests_may_need(monkeypatch):
+    """Every kernel once, in other processes; the engine itself stays as it is."""
+    engine, known, _ = in_simulator("bf16")
+    jobs = []
+    monkeypatch.setattr(_launch, "start_compiling", jobs.extend)
+    before = dict(vars(engine.runner))
+    compile_ahead(engine)
+    assert set(jobs) == {(s.kernel, s.types) for s in known.values()}
+    assert len(set(jobs)) == len(jobs) and vars(engine.runner) == before
+
+
 def test_nothing_stays_of_the_warm_up():
-    """On the CPU, where there is nothing to compile."""
+    """On the CPU, where there is nothing to compile. A graph of requests with penalties would keep the addresses of
+    what the warm-up frees."""
     model = random_model(small(head_dim=16), device="cpu")
     engine, fresh = NoShapesEngine(model, 3, 40), Engine(model, 3, 40)
     assert engine.ready == ""
-    engine.runner.graphed = refuse  # a graph would keep the addresses of what the warm-up frees
+    captured = []
+
+    def graphed(variant):
+        captured.append(variant)
+        return variant[0](*variant[1:])
+
+    engine.runner.graphed = graphed
     ready = warm_up(engine)
-    assert engine.runner.graphed is refuse
-    engine.runner.graphed = None
+    runner = engine.runner
+    plain = [(runner.decode, size, False, False, False) for size in (3, 2, 1)]
+    assert captured == [variant for variant in plain for _ in range(EAGER_CALLS + 1)]
+    assert runner.graphed is graphed
     assert ready.startswith("0 kernels compiled, ready in ")
     assert (engine.steps, engine.scheduler.submitted, len(engine.trace)) == (0, 0, 0)
     assert engine.prefilled_tokens == engine.reused_tokens == engine.decoded_tokens == 0
@@ -171,12 +282,38 @@ def test_no_request_waits_for_a_compiler(model, monkeypatch, tmp_path):
 
     monkeypatch.setattr(_launch, "load_function", refuse)
     monkeypatch.setattr(cupy.cuda.compiler, "compile_using_nvrtc", refuse)
+    for stream in drawn_streams():
+        serve(engine, **stream)
+
+
+@pytest.mark.gpu
+def test_an_engine_compiles_every_kernel_once(monkeypatch, tmp_path):
+    """In other processes; requests are computed meanwhile."""
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path))
+    monkeypatch.setattr(_launch, "_plans", {})
+    monkeypatch.setattr(_compile, "_compile", refuse)
+    written, write = [], _compile._write
+    monkeypatch.setattr(_compile, "_write", lambda path, *code: written.append(path) or write(path, *code))
+    engine = make("bf16", "gpu")
+    for stream in drawn_streams():
+        serve(engine, **stream)
+    assert written and len(set(written)) == len(written)
+
+
+def drawn_streams():
+    """Some streams of requests, without hypothesis."""
     draw = np.random.default_rng(0)
-    for _ in range(6):
-        n = int(draw.integers(1, 20))
-        pick = lambda values: values[draw.integers(len(values))]
-        rows = [
-            (int(draw.integers(1, 399)), int(draw.integers(1, 12)), *map(pick, CHOICES))
-            for _ in range(n)
+    pick = lambda values: values[draw.integers(len(values))]
+    for top in (None, 0, None, 2, None, None):
+        requests = [
+            dict(
+                first=int(draw.integers(1, 4)),
+                shared=int(draw.integers(1, 200)),
+                own=int(draw.integers(1, 200)),
+                max_new_tokens=int(draw.integers(1, 12)),
+            )
+            | {name: pick(values) for name, values in CHOICES.items()}
+            for _ in range(int(draw.integers(1, 20)))
         ]
-        serve(engine, rows, set(draw.integers(0, 20, 3).tolist()))
+        cancelled = set(draw.integers(0, 20, 3).tolist())
+        yield dict(requests=requests, cancelled=cancelled, n=int(draw.integers(1, 4)), top=top)

@@ -50,6 +50,7 @@ MIN_VOCAB = 257  # 256 bytes and the end of text
 MAX_VOCAB = MOST["vocab_size"]
 # Names of the end of text in other tokenizers, tried if tokenizer_config.json does not give it.
 KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
+NOT_A_BYTE = "\uffff"  # also not in Latin-1
 
 
 class Tokenizer:
@@ -117,9 +118,13 @@ class Tokenizer:
         self.token_lengths = np.array([len(b) for b in self.token_bytes], np.int32)
         if self.eos_token_id is not None:
             self.token_lengths[self.eos_token_id] = 0
-        self.sha256 = hashlib.sha256(self._json()).hexdigest()
         normalizer = backend.normalizer
         self.rule = rule(content, normalizer.normalize_str if normalizer else str)
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """The digest of the file that `save` writes."""
+        return hashlib.sha256(self._json()).hexdigest()
 
     @property
     def eot_id(self) -> int:
@@ -376,14 +381,16 @@ def _token_bytes(ids: dict[str, int], vocab_size: int, spec: dict[str, Any]) -> 
     if spec["model"]["type"] != "BPE":
         raise UserError(f"it is a {spec['model']['type']} tokenizer, xtrain needs BPE")
     byte_level = "ByteLevel" in json.dumps([spec["pre_tokenizer"], spec["decoder"]])
-    byte_of = _byte_of_character()
+    bytes_of = _ByteOfCharacter()
     added = {token["id"] for token in spec["added_tokens"]}
     table = [b""] * vocab_size
     for token, i in ids.items():
-        if byte_level and i not in added and all(c in byte_of for c in token):
-            table[i] = bytes(byte_of[c] for c in token)
-        elif byte_level:  # text, as the library decodes it
-            table[i] = token.encode()
+        if byte_level:
+            code = token.translate(bytes_of)
+            if i in added or NOT_A_BYTE in code:  # text, as the library decodes it
+                table[i] = token.encode()
+            else:
+                table[i] = code.encode("latin-1")
         elif re.fullmatch("<0x[0-9A-F]{2}>", token):  # byte fallback of SentencePiece
             table[i] = bytes([int(token[3:5], 16)])
         else:  # SentencePiece writes a space as U+2581
@@ -391,8 +398,14 @@ def _token_bytes(ids: dict[str, int], vocab_size: int, spec: dict[str, Any]) -> 
     return table
 
 
-def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's table: printable Latin-1 is itself, the other bytes are U+0100, U+0101, ..."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    other = [b for b in range(256) if b not in own]
-    return {chr(b): b for b in own} | {chr(256 + n): b for n, b in enumerate(other)}
+class _ByteOfCharacter(dict[int, str]):
+    """GPT-2's table, for str.translate: printable Latin-1 is itself, the other bytes are U+0100,
+    U+0101, ...; a byte is the character of its number, what is no byte is NOT_A_BYTE."""
+
+    def __init__(self) -> None:
+        own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        other = [b for b in range(256) if b not in own]
+        super().__init__({b: chr(b) for b in own} | {256 + n: chr(b) for n, b in enumerate(other)})
+
+    def __missing__(self, character: int) -> str:
+        return NOT_A_BYTE

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cli import say
-from ..config import ModelConfig
 from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
 from ..formats.texts import Texts
@@ -103,9 +102,10 @@ def serve(options: Options) -> None:
     if api_key == "":
         raise UserError("the API key is empty: give one, or leave it out")
     limits = Limits(o.max_body, o.max_queue, o.max_answers, o.timeout)
-    with bound(o.host, o.port) as sockets:  # before the model is loaded, which takes long
-        with HttpProcess(Address(o.host, o.port, sockets, o.drain)) as http:
-            _serve(o, api_key, http, limits)
+    with contextlib.ExitStack() as stack:
+        sockets = stack.enter_context(bound(o.host, o.port))  # before the model, which takes long
+        http = stack.enter_context(HttpProcess(Address(o.host, o.port, sockets, o.drain)))
+        _serve(o, api_key, http, limits)
 
 
 def _serve(o: Options, api_key: str | None, http: "HttpProcess", limits: "Limits") -> None:

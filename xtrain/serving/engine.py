@@ -53,7 +53,7 @@ from .scoring import Scores
 from .speculation import Drafter, PromptLookup, Speculation
 from .stream import Stream
 from .verifying import Verifier
-from .warm_up import warm_up
+from .warm_up import compile_ahead, warm_up
 
 # Floating-point operations of a prefill pass while other sequences wait for their next token: some
 # 25 ms of an H200.
@@ -157,6 +157,8 @@ class Engine:
         self.ready = ""  # one line on the start, for the user
         if options.warm_up and model.device == "gpu":
             self.ready = warm_up(self)
+        elif model.device == "gpu" and not model.variation:
+            compile_ahead(self)
 
     def _limits(self) -> Limits:
         heads = self.cache.heads

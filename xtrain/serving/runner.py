@@ -31,7 +31,7 @@ from ..kernels.decoding.sampling import advance, sample
 from ..kernels.decoding.token_masks import mask_logits
 from ..kernels.runtime.invariance import batch_invariant
 from ..nn.autograd import Tensor, inference
-from ..nn.cuda_graph import Graphed
+from ..nn.cuda_graph import EAGER_CALLS, Graphed
 from ..nn.model import Transformer
 from .decode_batch import DecodeBatch
 from .masks import TokenMasks, accepting
@@ -41,6 +41,8 @@ from .scoring import LOGIT_ROWS
 from .work import Arrived, NewScores, NewTokens, Prefill, ScoredChunk, Work, graph_size
 
 LARGEST_PASS = 1025  # rows; no kernel is chosen because there are more
+# Sequences of the graphs that every_graph captures: each takes about 0.1 s, and there are 11.
+CAPTURED_AHEAD = 64
 
 
 @dataclass(frozen=True)
@@ -481,13 +483,10 @@ class Runner:
         longest = min(prefill_tokens, self.max_batch * (self.max_seq_len - 1), LARGEST_PASS)
         powers = [1 << i for i in range(3, longest.bit_length())]
         rows = {*range(1, 9), *powers, *(n + 1 for n in powers), longest}
-        sizes: Iterable[int] = range(1, self.max_batch + 1)
-        if self.model.device == "gpu":
-            sizes = {graph_size(b, self.max_batch) for b in sizes}
         self.penalties = self.empty_penalties(1)
         self.masks = self._empty_masks()
         with self.mode():
-            for size in sizes:
+            for size in self.batch_sizes():
                 self.decode(size, True, True, True)
             if self.verifier is not None:
                 self.verifier.every_shape()
@@ -495,6 +494,30 @@ class Runner:
                 self.prefill_shape(n)
         self.penalties = None
         self.masks = None
+
+    def batch_sizes(self) -> list[int]:
+        """Return the numbers of entries that a decoding step may have."""
+        sizes = range(1, self.max_batch + 1)
+        if self.model.device != "gpu":
+            return list(sizes)
+        return sorted({graph_size(b, self.max_batch) for b in sizes})
+
+    def every_graph(self) -> None:
+        """Capture the decoding steps of up to CAPTURED_AHEAD sequences without penalties,
+        log-probabilities and constraints, if steps are captured. There must be no requests."""
+        if self.graphed is None:
+            return
+        batch = self.batch
+        batch.clear()
+        batch.host["lengths"][0] = 0  # one sequence, which writes to the first block
+        batch.host_tables[0, 0] = 0
+        with self.mode():
+            for size in reversed(self.batch_sizes()):  # the others fit in the memory of the largest
+                if size <= CAPTURED_AHEAD:
+                    batch.upload()
+                    for _ in range(EAGER_CALLS + 1):
+                        self.run_part(self.decode, size, False, False, False)
+        batch.clear()
 
     def prefill_shape(self, n: int) -> None:
         """Prefill n tokens in as many sequences as possible, each of which gets a token."""

@@ -213,6 +213,7 @@ def test_the_driver_is_asked_for_all_dynamic_shared_memory(monkeypatch, shared):
     monkeypatch.setattr(_compile, "cupy", lambda: SimpleNamespace(cuda=cuda_))
     monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: None)
     monkeypatch.setattr(_compile, "_compile", lambda kernel, signature: ("k", b""))
+    monkeypatch.setattr(_compile, "_running", {})
     assert _compile.load_function(None, (), shared) == (7, module)
     assert asked == ([(7, _compile.MAX_DYNAMIC_SHARED, shared)] if shared else [])
 
@@ -225,6 +226,7 @@ def compiling(monkeypatch):
     function_ = SimpleNamespace(Module=lambda: module)
     gpu = SimpleNamespace(cuda=SimpleNamespace(function=function_))
     monkeypatch.setattr(_compile, "cupy", lambda: gpu)
+    monkeypatch.setattr(_compile, "_running", {})
     compile_ = lambda kernel, signature: compiled.append(kernel) or ("name", b"code")
     monkeypatch.setattr(_compile, "_compile", compile_)
     return compiled
@@ -243,7 +245,7 @@ def test_machine_code_is_kept_and_a_damaged_file_replaced(monkeypatch, tmp_path,
 
 @pytest.mark.parametrize("where", ["no folder", "unreadable", "read-only"])
 def test_a_cache_folder_that_cannot_be_used(monkeypatch, tmp_path, compiling, where):
-    """The kernel is compiled in each process; there is no error."""
+    """The kernel is compiled once in each process; there is no error."""
     (tmp_path / "file").write_bytes(b"")
     path = tmp_path / ("file" if where == "no folder" else "kernels") / "k.cubin"
     monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: path)
@@ -260,7 +262,7 @@ def test_a_cache_folder_that_cannot_be_used(monkeypatch, tmp_path, compiling, wh
             monkeypatch.setattr(_compile.Path, call, refuse)
     _compile.load_function("k", (), 0)
     _compile.load_function("k", (), 0)
-    assert compiling == ["k", "k"]
+    assert compiling == ["k"]
 
 
 def make_constant_kernel(value):
@@ -307,6 +309,40 @@ def test_kernels_are_compiled_in_several_processes(compilers):
     more = (make_constant_kernel(3), (3,))
     again, compiled = _compile.compile_together([*compilers, more])
     assert compiled == 1 and again.items() > code.items()
+
+
+def test_a_launch_waits_for_its_own_kernel_only(monkeypatch, compilers, tmp_path):
+    """Each kernel is compiled once, in another process: the last one when a file appears."""
+    go, translate = tmp_path / "go", _compile._translate
+
+    def waits(kernel, signature):
+        while signature == (2,) and not go.exists():
+            time.sleep(0.01)
+        return translate(kernel, signature)
+
+    monkeypatch.setattr(_compile, "_translate", waits)
+    monkeypatch.setattr(_compile, "_compile", None)  # not here
+    assert _compile.start_compiling(compilers) == 3
+    assert _compile.start_compiling(compilers) == 0
+    first, second, last = compilers
+    early = [_compile.machine_code(job) for job in (first, second)]
+    assert not _compile._running[last].done()
+    go.touch()
+    codes = [*early, _compile.machine_code(last)]
+    assert len({name.split()[1] for name, _ in codes} - {str(os.getpid())}) == 3
+    assert _compile.compile_together(compilers) == (dict(zip(compilers, codes)), 0)
+
+
+def test_threads_compile_a_kernel_once(monkeypatch, compiling, tmp_path):
+    monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: tmp_path / "k.cubin")
+    slow = lambda kernel, signature: (time.sleep(0.1), compiling.append(kernel), ("k", b""))[-1]
+    monkeypatch.setattr(_compile, "_compile", slow)
+    threads = [threading.Thread(target=_compile.machine_code, args=(("k", ()),)) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiling == ["k"] and not _compile._running
 
 
 @pytest.mark.parametrize("how", ["it raises", "it dies"])

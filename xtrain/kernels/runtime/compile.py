@@ -8,7 +8,9 @@ compute capability and the library versions. A second process, or a second rank,
 cache file is written under a temporary name and then renamed, so many ranks may write it at the
 same time.
 
-Numba compiles one kernel at a time, so `compile_together` compiles several in as many processes.
+Numba compiles one kernel at a time, so several are compiled in as many forked processes:
+`start_compiling` returns at once, and a launch that needs one of them later waits for that one.
+`compile_together` waits for all.
 
 Kernels defined outside xtrain/kernels (in a lesson or a test) are compiled in each process: their
 sources are not in the key.
@@ -22,7 +24,9 @@ import hashlib
 import importlib.metadata
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,10 +66,7 @@ def load_function(
     code: if it has been compiled already.
     Raises RuntimeError if the GPU does not have that much shared memory.
     """
-    if code is None:
-        compiled, _ = compile_together([(kernel, signature)])
-        code = compiled[kernel, signature]
-    name, cubin = code
+    name, cubin = code or machine_code((kernel, signature))
     module = cupy().cuda.function.Module()
     module.load(cubin)
     function = module.get_function(name)
@@ -112,50 +113,96 @@ def _translate(kernel, signature):
 
 
 # ------------------------------------------------------------------------ several kernels at a time
+# the machine code of jobs that are being compiled, or whose code could not be written
+_running: dict[tuple, concurrent.futures.Future] = {}
+_running_lock = threading.Lock()
+
+
 def compile_together(jobs: Sequence[tuple]) -> tuple[dict[tuple, MachineCode], int]:
     """Return the machine code of each (kernel, signature), and how many were not in the cache.
 
-    Those are compiled in several processes, one per core at most: in one process Numba compiles one
-    kernel at a time.
+    Those are compiled in several processes, one per core at most.
     """
-    machine_code: dict[tuple, MachineCode] = {}
-    paths = {job: _cache_path(*job) for job in jobs}
-    for job, path in paths.items():
-        cached = path and _read(path)
-        if cached:
-            machine_code[job] = cached
-    missing = [job for job in paths if job not in machine_code]
-    for job, (name, cubin) in zip(missing, _compile_in_processes(missing)):
-        machine_code[job] = name, cubin
-        path = paths[job]
-        if path is not None:
-            _write(path, name, cubin)
-    return machine_code, len(missing)
+    missing = start_compiling(jobs, fewest=2)
+    return {job: machine_code(job) for job in jobs}, missing
 
 
-def _compile_in_processes(jobs):
-    """Return the machine code of each job, compiled in forked processes.
+def start_compiling(jobs: Sequence[tuple], fewest: int = 1) -> int:
+    """Begin to compile each (kernel, signature) that is not in the cache, in other processes.
+    Return how many these are.
+
+    With one core, where processes cannot be forked, and for less than `fewest` jobs nothing begins:
+    `machine_code` then compiles when it is called.
+    """
+    with _running_lock:
+        paths = {job: _cache_path(*job) for job in jobs if job not in _running}
+        missing = [job for job, path in paths.items() if not _read(path)]
+        started = {}
+        if len(missing) >= fewest:
+            started = _compile_in_processes(missing)
+        _running.update(started)
+    for job, future in started.items():
+        future.add_done_callback(functools.partial(_finish, job, paths[job]))
+    return len(missing)
+
+
+def machine_code(job: tuple) -> MachineCode:
+    """Return the machine code of a (kernel, signature): from the cache, from the process or thread
+    that is compiling it, or compiled here."""
+    path = _cache_path(*job)
+    with _running_lock:
+        running = _running.get(job)
+        if running is None:
+            code = _read(path)
+            if code:
+                return code
+            here = _running[job] = concurrent.futures.Future()
+    if running is None:
+        try:
+            here.set_result(_compile(*job))
+        except BaseException as error:
+            here.set_exception(error)
+        _finish(job, path, here)
+        return here.result()
+    try:
+        return running.result()
+    except Exception as error:  # a kernel's, or that of a process: compiling here will show it
+        text = f"kernels are compiled one at a time, which takes longer: {error}"
+        warnings.warn(text, stacklevel=2)
+        return _compile(*job)
+
+
+def _finish(job: tuple, path: Path | None, future: concurrent.futures.Future) -> None:
+    """Keep the result on disk, or in memory if it cannot be written."""
+    if future.exception() is None and not _write(path, *future.result()):
+        return
+    with _running_lock:
+        _running.pop(job, None)
+
+
+def _compile_in_processes(jobs: Sequence[tuple]) -> dict[tuple, concurrent.futures.Future]:
+    """Begin to compile jobs in forked processes, one per core at most. Return their results to
+    come; none if there are no processes.
 
     Forked, because a kernel that is a closure cannot be sent to another process. A fork has a copy
     of every lock. No other thread may hold Numba's at that moment: the fork would wait for it
     forever.
     """
-    processes = min(cores(), len(jobs))
-    if processes <= 1 or "fork" not in multiprocessing.get_all_start_methods():
-        return [_compile(*job) for job in jobs]
+    if cores() <= 1 or "fork" not in multiprocessing.get_all_start_methods():
+        return {}
     capability = cupy().cuda.Device().compute_capability  # "90"
     capability = int(capability[:-1]), int(capability[-1])
     start = dict(initializer=_start_worker, initargs=(jobs, capability))
-    try:
-        with warnings.catch_warnings(), dispatcher.global_compiler_lock:
-            warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
-            fork = multiprocessing.get_context("fork")
-            with concurrent.futures.ProcessPoolExecutor(processes, fork, **start) as workers:
-                return list(workers.map(_compile_number, range(len(jobs))))
-    except Exception as error:  # a kernel's, or that of a process: compiling here will show it
-        text = f"kernels are compiled one at a time, which takes longer: {error}"
-        warnings.warn(text, stacklevel=2)
-        return [_compile(*job) for job in jobs]
+    fork = multiprocessing.get_context("fork")
+    workers = concurrent.futures.ProcessPoolExecutor(min(cores(), len(jobs)), fork, **start)
+    with warnings.catch_warnings(), dispatcher.global_compiler_lock:
+        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+        try:  # the processes are forked in the first call of `submit`
+            return {job: workers.submit(_compile_number, i) for i, job in enumerate(jobs)}
+        except (OSError, concurrent.futures.BrokenExecutor):
+            return {}  # machine_code compiles
+        finally:
+            workers.shutdown(wait=False)  # they end when all is compiled
 
 
 _jobs: list = []  # in a worker process
@@ -166,6 +213,7 @@ def _start_worker(jobs, capability):
 
     Compiling needs it only to ask for the compute capability.
     """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()  # nothing of CuPy may be freed here
     _jobs[:] = jobs
     if COMPILER == "mlir":
@@ -241,8 +289,10 @@ def _is_plain_function(value):
     return hasattr(value, "__qualname__") and module.startswith(PACKAGE)
 
 
-def _read(path):
-    """Return the kernel's name and machine code; None if the file is missing or damaged."""
+def _read(path: Path | None) -> MachineCode | None:
+    """Return the kernel's name and machine code; None if there is no such file or it is damaged."""
+    if path is None:
+        return None
     try:
         checksum, name, cubin = path.read_bytes().split(b"\n", 2)
     except (OSError, ValueError):
@@ -252,7 +302,10 @@ def _read(path):
     return name.decode(), cubin
 
 
-def _write(path, name, cubin):
+def _write(path: Path | None, name: str, cubin: bytes) -> bool:
+    """Return False if there is no file to write, or the disk is full or read-only."""
+    if path is None:
+        return False
     checksum = hashlib.sha256(name.encode() + cubin).hexdigest()
     content = b"\n".join((checksum.encode(), name.encode(), cubin))
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -260,6 +313,8 @@ def _write(path, name, cubin):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content)
         temporary.replace(path)
-    except OSError:  # the disk is full or read-only: the next process compiles again
+    except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        return False
+    return True

@@ -32,7 +32,13 @@ import numpy as np
 from ... import simulator
 from ...device import Array, array_module, cupy
 from ...simulator import SimArray
-from .compile import MachineCode, allow_shared, compile_together, load_function
+from .compile import (
+    MachineCode,
+    allow_shared,
+    compile_together,
+    load_function,
+    start_compiling,
+)
 from .compiler import COMPILER, from_dtype, types
 from .cost import Cost, kernel_cost
 from .overlap import launch_overlapping, launch_resident
@@ -246,6 +252,12 @@ def note_launches() -> Iterator[dict[tuple, Specialization]]:
         yield _notes.specializations
     finally:
         _notes.specializations = before
+
+
+def start_compiling_noted(noted: dict[tuple, Specialization]) -> int:
+    """Begin to compile what note_launches has noted on a GPU. A launch that needs one of these
+    kernels waits for that one only. Returns how many were not in the cache on disk."""
+    return start_compiling([(s.kernel, s.types) for s in noted.values()])
 
 
 def compile_noted(noted: dict[tuple, Specialization]) -> int:
