@@ -16,8 +16,9 @@ from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.reinforce import main, reinforce
 from xtrain.reinforcement import reinforce as module
-from xtrain.reinforcement.prompts import Prompt, Task
+from xtrain.reinforcement.prompts import Prompt
 from xtrain.reinforcement.reinforce import ReinforceConfig, seed_of
+from xtrain.reinforcement.rewards import Task
 from xtrain.training import out_of_memory
 
 
