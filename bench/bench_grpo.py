@@ -36,7 +36,7 @@ import xtrain
 from xtrain.data.tokenizer import END_OF_TEXT, Tokenizer
 from xtrain.device import free_cached, resolve_device
 from xtrain.formats.architectures import config_to_hf
-from xtrain.reinforcement.prompts import Prompt, Prompts, Task
+from xtrain.reinforcement.prompts import Prompt, Prompts
 from xtrain.reinforcement.reinforce import PreparedConfig, ReinforceRun
 
 QWEN = dict(
@@ -164,12 +164,12 @@ def make_run(o: Options, exact: bool) -> TimedRun:
         Prompt(str(i), tokenizer.encode(text), {"prompt": text})
         for i, text in enumerate(texts(o, o.prompts + 1))
     ]
-    task = Task("bench_grpo:reward")
-    corpus = Prompts("bench", 1, prompts[1:], prompts[:1], 0, tokenizer, o.group, task, frozenset())
+    corpus = Prompts("bench", 1, prompts[1:], prompts[:1], 0, tokenizer, o.group, frozenset())
     batch = o.prompts * o.group
     config = PreparedConfig(
         batch=batch,
         group=o.group,
+        task="bench_grpo:reward",
         rollout_batch=batch,
         micro_batch=min(o.micro_batch, batch),
         max_new_tokens=o.tokens,

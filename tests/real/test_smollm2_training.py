@@ -11,8 +11,8 @@ from runs import SILENT, metrics
 from xtrain import Engine
 from xtrain.finetune import finetune
 from xtrain.reinforce import reinforce
-from xtrain.reinforcement.prompts import Task
 from xtrain.reinforcement.reinforce import ReinforceConfig
+from xtrain.reinforcement.rewards import Task
 from xtrain.serving.pretrained import load
 from xtrain.tuning.finetune import FinetuneConfig
 

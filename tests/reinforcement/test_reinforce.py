@@ -1,7 +1,6 @@
 """Reinforcement learning: the same bits in rollouts and training, learning, resuming, refused input, prefixes of old weights."""
 
 import contextlib
-import json
 import math
 import sys
 import types
@@ -17,8 +16,9 @@ from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.reinforce import main, reinforce
 from xtrain.reinforcement import reinforce as module
-from xtrain.reinforcement.prompts import Prompt, Task
+from xtrain.reinforcement.prompts import Prompt
 from xtrain.reinforcement.reinforce import ReinforceConfig, seed_of
+from xtrain.reinforcement.rewards import Task
 from xtrain.training import out_of_memory
 
 
@@ -26,18 +26,6 @@ def letters(record, completions):
     """The share of characters that are letters of the alphabet."""
     assert record["prompt"].startswith("def")
     return [sum(x.isascii() and x.isalpha() for x in text) / max(len(text), 1) for text in completions]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model, and prompts.jsonl in its folder."""
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = Tokenizer.train(["def f(x):\n    return x + 1\n" * 50], 290)
-    config = twins.small(vocab_size=tokenizer.vocab_size, max_seq_len=48, qk_norm=False)
-    twins.random_model(config, device="cpu").save_pretrained(path, tokenizer)
-    lines = [{"prompt": f"def {'f(x' * n}", "n": n} for n in range(1, 9)]
-    (path / "prompts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    return path
 
 
 @pytest.fixture(autouse=True)

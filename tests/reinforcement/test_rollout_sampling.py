@@ -1,6 +1,5 @@
 """Rollouts and training compute the same log-probabilities, whatever the sampling options: bit for bit."""
 
-import json
 import sys
 import types
 
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from runs import SILENT, metrics
 
 from xtrain import Engine, Transformer, batch_invariant
-from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.kernels.decoding.sampling import UNCHANGED, Sampling
 from xtrain.reinforce import reinforce
@@ -93,17 +91,6 @@ def test_kept_tokens_of_other_weights_are_a_constant(model):
 
 
 # ----------------------------------------------------------------------------- runs
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = Tokenizer.train(["def f(x):\n    return x + 1\n" * 50], 290)
-    config = twins.small(vocab_size=tokenizer.vocab_size, max_seq_len=48, qk_norm=False)
-    twins.random_model(config, device="cpu").save_pretrained(path, tokenizer)
-    lines = [{"prompt": f"def {'f(x' * n}"} for n in range(1, 6)]
-    (path / "prompts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    return path
-
-
 def config_of(folder, out, **more):
     options = dict(
         init=str(folder), data=(str(folder / "prompts.jsonl"),), out=str(out), name="run", device="cpu", task="a_sampling_task:reward",

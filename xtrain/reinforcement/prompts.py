@@ -1,4 +1,4 @@
-"""The prompts of reinforcement learning, and the function that rewards completions.
+"""The prompts of reinforcement learning.
 
 {"prompt": ..., and anything that the function reads}
 {"messages": [{"role": "user", "content": ...}], ...}
@@ -8,7 +8,6 @@ Messages are rendered by the model's chat template, up to where the answer begin
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,6 @@ from ..data.chat_template import ChatTemplate
 from ..data.records import Record, json_records, record_files
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
-from ..options import described, find_function, one_line
 from ..tuning.examples import Example
 from ..tuning.rows import rows_of
 
@@ -91,7 +89,6 @@ class Prompts:
         skipped: int,
         tokenizer: Tokenizer,
         group: int,
-        task: "Task",
         stop: frozenset[int],
     ):
         self.name = name
@@ -101,7 +98,6 @@ class Prompts:
         self.train = train
         self.val = val
         self.group = group
-        self.task = task
         self.stop = stop
         self.documents = len(train) + len(val)
         self.vocab_size = tokenizer.vocab_size
@@ -131,39 +127,3 @@ class Prompts:
         groups = [rows[i : i + B] for i in range(0, len(rows), B)]
         batches = [rows_of([[x] for x in g], max(len(x.ids) - 1 for x in g) or 1) for g in groups]
         return [batch._replace(starts=None) for batch in batches]
-
-
-# ----------------------------------------------------------------------------- rewards
-class Task:
-    """The function MODULE:FUNCTION. It is called with the line of a prompt and the texts of its
-    completions, and returns one number for each:
-
-        def reward(record: dict, completions: list[str]) -> list[float]
-
-    Modules in the current folder are found too. Raises UserError if there is no such function.
-    """
-
-    def __init__(self, name: str):
-        self.name = name
-        self.function = find_function("--task", name, "my_task:reward")
-
-    def rewards(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
-        """Return one reward for each completion. Raises UserError if the function fails or returns
-        something else."""
-        say = f"the task {self.name} {{}} for {prompt.where}: fix the function"
-        try:
-            found = self.function(dict(prompt.fields), list(completions))
-        except Exception as error:
-            raise UserError(say.format(f"raised {described(error)}")) from error
-        try:
-            rewards = [float(x) for x in found]
-        except (TypeError, ValueError):
-            what = f"returned {one_line(repr(found))}, not a list of numbers,"
-            raise UserError(say.format(what)) from None
-        if len(rewards) != len(completions):
-            what = f"returned {len(rewards)} rewards for {len(completions)} completions"
-            raise UserError(say.format(what))
-        if not all(map(math.isfinite, rewards)):
-            bad = next(x for x in rewards if not math.isfinite(x))
-            raise UserError(say.format(f"returned the reward {bad}"))
-        return rewards

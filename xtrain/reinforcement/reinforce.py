@@ -56,14 +56,15 @@ from ..nn.model import Transformer
 from ..run_options import RESUME_KEYS
 from ..serving.engine import Engine
 from ..serving.requests import Completion
-from ..training.run import Run, StepResult, each_array
+from ..training.run import Run, StepAbandoned, StepResult, each_array
 from ..training.single_device import SingleDevice
 from ..training.single_process import SingleProcess
 from ..tuning.examples import Example
 from ..tuning.finetune import AdapterOptions, hold_out, model_source, train_from
 from ..tuning.rows import rows_of
 from .grpo import Surrogate, advantages_of, surrogate
-from .prompts import Prompt, Prompts, Task, read_prompts
+from .prompts import Prompt, Prompts, read_prompts
+from .rewards import Interrupted, RewardError, Task
 
 KEYS = ("task", "group", "updates", "clip_ratio", "kl", "max_new_tokens", "exact", "scale_rewards")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
@@ -104,6 +105,11 @@ class ReinforceConfig(AdapterOptions):
     # it, the drift is measured
     exact: bool = True
     rollout_batch: int = 64  # sequences that are generated at the same time
+    # seconds that a call of the task may take; 0: no limit
+    reward_timeout: float = 600.0
+    # a call of the task that fails or takes too long: stop, with a checkpoint of the last step, or
+    # skip the completions
+    reward_errors: Literal["stop", "skip"] = "stop"
     eval_batches: int = 8  # validation: at most so many times the prompts of a step
     sample_prompt: str = ""  # of the hint at the end
 
@@ -156,6 +162,11 @@ class ReinforceConfig(AdapterOptions):
             raise UserError(f"--{str(error).replace('_', '-', 1)}") from None
         if not 0 < self.clip_ratio < 1:
             raise UserError(f"--clip-ratio must be between 0 and 1, got {self.clip_ratio}")
+        if not 0 <= self.reward_timeout < float("inf"):
+            raise UserError(
+                f"--reward-timeout must be a number of seconds, 0 for no limit, got "
+                f"{self.reward_timeout}"
+            )
         if not 0 <= self.kl < float("inf"):
             raise UserError(f"--kl must be a number and not negative, got {self.kl}")
         if self.reference and not self.kl and not self.resume:
@@ -208,7 +219,9 @@ class ReinforceRun(Run):
         super().__init__(*arguments)
         c = self.config
         device = self.model.device
-        self.task, self.stop = self.corpus.task, self.corpus.stop
+        self.task = Task(c.task)
+        self.stop = self.corpus.stop
+        self.failures: list[str] = []  # of the task, in this step
         max_batch = min(c.rollout_batch, c.batch // self.ranks.world)
         # of the log-probabilities
         self.sampling = c.sampling() if c.logprobs_of == "sampled" else UNCHANGED
@@ -266,14 +279,41 @@ class ReinforceRun(Run):
     def rewards(
         self, prompts: list[Prompt], completions: list[Completion], group: int
     ) -> np.ndarray:
-        """Return the rewards, (prompts, group) float64. Raises UserError from the task."""
+        """Return the rewards, (prompts, group) float64, NaN where there is none. Every rank must
+        call it. Raises StepAbandoned, on every rank."""
+        c = self.config
         texts = [self.text(x) for x in completions]
-        rows = [
-            self.task.rewards(x, texts[i * group : (i + 1) * group]) for i, x in enumerate(prompts)
-        ]
-        return np.array(rows)
+        rows = np.full((len(prompts), group), np.nan)
+        problem = None
+        for i, prompt in enumerate(prompts):
+            its_texts = texts[i * group : (i + 1) * group]
+            try:
+                rows[i] = self.task.rewards(prompt, its_texts, c.reward_timeout, self.overdue)
+            except Interrupted:
+                problem = ("the run was to stop while rewards were computed", True)
+            except RewardError as error:
+                self.failures.append(str(error))
+                if c.reward_errors == "stop":
+                    problem = (str(error), False)
+                else:
+                    say(f"warning: {error}; its completions are skipped")
+            if problem:
+                break
+        problems = [x for x in self.ranks.gather(problem) if x]
+        if problems:
+            raise StepAbandoned(*problems[0])
+        return rows
 
     def next_batch(self) -> Rollouts:
+        """Draw completions and reward them. Raises StepAbandoned; the next call draws the same."""
+        position = self.loader.state_dict()
+        try:
+            return self.rollouts()
+        except StepAbandoned:
+            self.loader.load_state_dict(position)
+            raise
+
+    def rollouts(self) -> Rollouts:
         """Draw completions and reward them."""
         c, loader = self.config, self.loader
         first = loader.position + loader.rank * (loader.B // loader.world)
@@ -285,29 +325,44 @@ class ReinforceRun(Run):
             logprobs=0,
             n=c.group,
         )
+        self.failures = []
         rewards = self.rewards(prompts, completions, c.group)
+        rewarded = np.isfinite(rewards)
         prompt_of_row = [x for x in prompts for _ in range(c.group)]
         rows = [example(x, completion) for x, completion in zip(prompt_of_row, completions)]
         ids, targets, _ = rows_of([[x] for x in rows], max(len(x.ids) - 1 for x in rows))
         drawn, advantages = (np.zeros(ids.shape, np.float32) for _ in range(2))
-        scaled = advantages_of(rewards, c.scale_rewards).reshape(-1)
+        scaled = np.zeros(rewards.shape, np.float32)
+        for i in range(len(prompts)):
+            own = rewarded[i]
+            if own.any():
+                scaled[i, own] = advantages_of(rewards[i : i + 1, own], c.scale_rewards)
+        targets[~rewarded.reshape(-1)] = IGNORE
         for row, (prompt, completion) in enumerate(zip(prompt_of_row, completions)):
             start = len(prompt.ids) - 1
             drawn[row, start : start + len(completion)] = [x for x, _ in completion.logprobs or ()]
-            advantages[row] = scaled[row]
+            advantages[row] = scaled.flat[row]
         sums = [
-            rewards.sum(),
+            rewards[rewarded].sum(),
             sum(map(len, completions)),
-            (rewards.std(1) == 0).sum(),
+            sum(len(set(row[own])) < 2 for row, own in zip(rewards, rewarded)),
             rewards.size,
+            rewarded.sum(),
         ]
-        total, tokens, same, n = self.ranks.sum([float(x) for x in sums])
+        total, tokens, same, n, n_rewarded = self.ranks.sum([float(x) for x in sums])
+        if not n_rewarded:
+            why = f"the task {c.task} returned None for all: return a number for some of them"
+            if self.failures:
+                why = self.failures[-1]
+            raise StepAbandoned(f"step {self.done + 1}: no completion has a reward: {why}")
         self.tokens = ids.size * self.ranks.world
         self.rollout_numbers = {
-            "reward": total / n,
+            "reward": total / n_rewarded,
             "completion_tokens": tokens / n,
             "equal_groups": same * c.group / n,
         }
+        if n_rewarded < n:
+            self.rollout_numbers["without_reward"] = 1 - n_rewarded / n
         return self.with_constants(Rollouts(ids, targets, drawn, advantages))
 
     def with_constants(self, batch: Rollouts) -> Rollouts:
@@ -408,12 +463,11 @@ class ReinforceRun(Run):
         prompts = self.corpus.val[: c.eval_batches * (c.batch // c.group)]
         mine = prompts[r.rank :: r.world]
         completions = self.generate(mine) if mine else []
-        total = 0.0
-        if mine:
-            total = float(self.rewards(mine, completions, 1).sum())
-        reward = r.sum([total])[0] / len(prompts)
+        rewards = self.rewards(mine, completions, 1)
+        total, n = r.sum([float(np.nansum(rewards)), float(np.isfinite(rewards).sum())])
+        reward = total / max(n, 1)
         self.val_loss = self.done, -reward
-        sentence = f"validation reward {reward:.4f}, of {len(prompts)} prompts at temperature 0"
+        sentence = f"validation reward {reward:.4f}, of {n:.0f} prompts at temperature 0"
         log.measured(self.done, {"val_reward": reward}, sentence)
 
     def sample(self) -> str:
@@ -421,8 +475,13 @@ class ReinforceRun(Run):
         reward."""
         prompt = self.corpus.val[0]
         (completion,) = self.generate([prompt])
-        (reward,) = self.task.rewards(prompt, [self.text(completion)])
-        return f"{self.corpus.tokenizer.decode([*prompt.ids, *completion])}\nreward {reward:g}"
+        text = self.corpus.tokenizer.decode([*prompt.ids, *completion])
+        limit = self.config.reward_timeout
+        try:
+            (reward,) = self.task.rewards(prompt, [self.text(completion)], limit, self.overdue)
+        except (RewardError, Interrupted) as error:  # training continues
+            return f"{text}\nno reward: {error}"
+        return f"{text}\nreward {reward:g}"
 
 
 def digest_of(model: Transformer) -> str:
@@ -454,14 +513,14 @@ def prepare(config: ReinforceConfig, ranks: SingleProcess) -> tuple[PreparedConf
     if c.reference and not c.resume:  # a run may get newer checkpoints while this one trains
         reference = Path(c.reference)
         c = replace(c, reference=str(ranks.on_rank_0(lambda: model_folder(reference, say))))
-    task = Task(c.task)
+    Task(c.task)  # raises UserError before anything is read
     if c.batch and c.batch % (c.group * ranks.world):
         factors = f"--group {c.group}"
         if ranks.world > 1:
             factors += f" x {ranks.world} ranks"
         raise UserError(f"--batch {c.batch} is not a multiple of {factors}: choose one that is")
     room = read_config(folder).max_seq_len - c.max_new_tokens
-    corpus = _read(c, folder, task, room)
+    corpus = _read(c, folder, room)
     if corpus.skipped and ranks.rank == 0:
         say(
             f"xtrain.reinforce: {corpus.skipped} prompts are longer than {room} tokens and were "
@@ -477,7 +536,7 @@ def prepare(config: ReinforceConfig, ranks: SingleProcess) -> tuple[PreparedConf
     return PreparedConfig(**(vars(c) | decided)), corpus
 
 
-def _read(c: ReinforceConfig, folder: Path, task: Task, room: int) -> Prompts:
+def _read(c: ReinforceConfig, folder: Path, room: int) -> Prompts:
     """Return the prompts of --data and --val-data. Raises UserError.
 
     folder: of the model.
@@ -509,7 +568,7 @@ def _read(c: ReinforceConfig, folder: Path, task: Task, room: int) -> Prompts:
     stop = texts.answer_stop
     if any(x.fields.get("messages") is not None for x in (*train, *val)):
         stop = texts.chat_stop
-    return Prompts(name, files, train, val, skipped, texts.tokenizer, c.group, task, stop)
+    return Prompts(name, files, train, val, skipped, texts.tokenizer, c.group, stop)
 
 
 def reinforce(

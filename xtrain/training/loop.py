@@ -32,7 +32,7 @@ from .model_summary import describe, parameter_table
 from .nonfinite import unsound
 from .phase_timer import PhaseTimer, memory_bytes
 from .preemption import StopRequest, parse_seconds
-from .run import Run, StepResult, is_own
+from .run import Run, StepAbandoned, StepResult, is_own
 from .run_folder import RunFolder
 from .run_log import NullRunLog, RunLog, StepNumbers
 from .single_device import SingleDevice
@@ -83,6 +83,8 @@ class Loop:
         self.evaluation = evaluation
         c = run.config
         gpu = run.model.device == "gpu"
+        run.overdue = stop.overdue
+        self.saved_step = run.done  # of the newest checkpoint; 0: there is none
         self.stopping = False  # stop early: no time for anything but the checkpoint
         self.unread: list[StepResult] = []  # steps whose numbers are still on the device
         self.since = 0.0  # when the first of them began
@@ -108,15 +110,41 @@ class Loop:
         self.stop.begin(_checkpoint_bytes(run))
         self.since = time.perf_counter()
         while run.done < last and not self.stopping:
-            self.unread.append(run.step())
-            self.stopping = self.stop_requested()
-            due = self.due(last)
-            if due or len(self.unread) == self.read_every:
-                self.read_numbers()
-                self.between_steps(due)
-                self.since = time.perf_counter()
+            try:
+                self.step(last)
+            except StepAbandoned as error:
+                self.end_early(error)
         self.wait_for_writer()
         run.ranks.on_rank_0(self.writer.finish)
+
+    def step(self, last: int) -> None:
+        """Make a step, and what is due after it. last: the step at which this process ends."""
+        self.unread.append(self.run.step())
+        self.stopping = self.stop_requested()
+        due = self.due(last)
+        if due or len(self.unread) == self.read_every:
+            self.read_numbers()
+            self.between_steps(due)
+            self.since = time.perf_counter()
+
+    def end_early(self, error: StepAbandoned) -> None:
+        """Write a checkpoint of the last step. Then raise the error, unless the run was only to
+        stop."""
+        run = self.run
+        if error.interrupted:
+            self.stopping = True
+            self.stop.reason = self.stop.reason or "requested on another rank"
+        if self.unread:
+            self.read_numbers()
+        if run.done != self.saved_step:
+            self.save()
+        if error.interrupted and run.done:
+            return
+        self.wait_for_writer()
+        run.ranks.on_rank_0(self.writer.finish)
+        if error.interrupted:  # there is nothing to save
+            raise KeyboardInterrupt
+        raise error
 
     def stop_requested(self) -> bool:
         """Has any rank received a stop request? Raises, on every rank, an error of the checkpoint
@@ -159,13 +187,19 @@ class Loop:
             run.parallel.report_progress()
             log.sample(run.done, run.sample() if run.ranks.rank == 0 else "")
         if due.checkpoint:
-            self.wait_for_writer()
-            run.ranks.on_rank_0(self.writer.check)
-            if self.stopping:
-                afterwards = lambda: None
-            else:
-                afterwards = log.picture
-            self.writer.save(lambda: run.snapshot(log.lengths()), log.flush, afterwards)
+            self.save()
+
+    def save(self) -> None:
+        """Begin to write a checkpoint."""
+        run, log = self.run, self.log
+        self.wait_for_writer()
+        run.ranks.on_rank_0(self.writer.check)
+        if self.stopping:
+            afterwards = lambda: None
+        else:
+            afterwards = log.picture
+        self.saved_step = run.done
+        self.writer.save(lambda: run.snapshot(log.lengths()), log.flush, afterwards)
 
     def evaluate_tasks(self) -> None:
         """Evaluate on --eval-tasks, on rank 0. The others wait for one task at a time, so that no

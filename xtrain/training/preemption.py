@@ -17,6 +17,9 @@ from typing import Any
 from ..errors import UserError
 
 BYTES_PER_SECOND = 2e8  # assumed write speed of a checkpoint until one has been written
+GRACE_SECONDS = (
+    10.0  # that a step gets after a request to stop, before work that hangs is interrupted
+)
 EXIT_SECONDS = 3.0  # reserved for the exit of the program
 LONGEST_START = 600  # seconds; a process that seems older has inconsistent clocks
 
@@ -54,6 +57,7 @@ class StopRequest:
     def __init__(self, limit: float | None = None, now: Callable[[], float] = time.monotonic):
         self.limit, self.now = limit, now
         self.requested = False
+        self.requested_at = 0.0
         self.training = False
         self.reason = ""
         self.last_step: float | None = None  # when the last step ended
@@ -78,6 +82,8 @@ class StopRequest:
         if not self.training or (self.requested and number == signal.SIGINT):
             raise KeyboardInterrupt
         self.reason = signal.Signals(number).name  # first: another signal may interrupt the call
+        if not self.requested:
+            self.requested_at = self.now()
         self.requested = True
 
     def begin(self, checkpoint_bytes: float) -> None:
@@ -100,6 +106,17 @@ class StopRequest:
                 self.reason = "--time-limit"
                 self.requested = True
         return self.requested
+
+    def overdue(self) -> bool:
+        """Must the step in progress be given up? Sets the reason."""
+        now = self.now()
+        if self.requested and now - self.requested_at > GRACE_SECONDS:
+            return True
+        if self.limit is None or now - STARTED + EXIT_SECONDS + 2 * self.slowest_save < self.limit:
+            return False
+        self.reason = self.reason or "--time-limit"
+        self.requested = True
+        return True
 
 
 def parse_seconds(text: str | None) -> float | None:

@@ -47,6 +47,18 @@ def each_array(batch: Any, function: Callable[[Any], Any]) -> Any:
     return type(batch)(*(None if array is None else function(array) for array in batch))
 
 
+class StepAbandoned(UserError):
+    """A step that cannot be made. The run is in the state after the step before, on every rank: it
+    is saved, then the run ends with this error.
+
+    interrupted: there is no error, the run was to stop.
+    """
+
+    def __init__(self, message: str, interrupted: bool = False):
+        super().__init__(message)
+        self.interrupted = interrupted
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The results of one step. loss (this rank's share) and grad_norm: (1,) arrays that are still
@@ -104,6 +116,7 @@ class Run:
         self.skipped = 0
         self.host_copies = HostCopies()
         self.phase_timer = NoPhaseTimer()
+        self.overdue: Callable[[], bool] = lambda: False  # StopRequest.overdue, in a Loop
         captured = c.graph and model.device != "cpu"
         if captured:
             self.on_device = capture(self.train_step, model.arena)

@@ -1,0 +1,101 @@
+"""A run that dies anywhere in a step, and is resumed, has the bits of one that was never killed."""
+
+import os
+import sys
+import types
+
+import pytest
+from faults import KILL, FailingDisk, killed
+from runs import SILENT, assert_same_run, checkpoints, metrics
+
+from xtrain import Engine
+from xtrain.errors import UserError
+from xtrain.reinforce import reinforce
+from xtrain.reinforcement import reinforce as module
+from xtrain.reinforcement.reinforce import ReinforceConfig
+from xtrain.training.run import option_changes
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+STEPS = 3
+
+
+def reward(record, texts):
+    return [len(set(text)) / 9 for text in texts]
+
+
+@pytest.fixture(autouse=True)
+def task(monkeypatch):
+    monkeypatch.setitem(sys.modules, "a_killed_task", types.SimpleNamespace(reward=reward))
+
+
+def config_of(folder, out, **more):
+    """Two updates a step in two micro-batches, a reference, truncated sampling."""
+    options = dict(
+        init=str(folder), data=(str(folder / "prompts.jsonl"),), out=str(out), name="run", device="cpu", task="a_killed_task:reward",
+        group=4, batch=8, micro_batch=4, max_new_tokens=6, steps=STEPS, lr=1e-2, save_every=1, eval_every=2, blas_threads=1,
+        rollout_batch=3, kl=0.05, updates=2, temperature=0.9, top_p=0.8,
+    )  # fmt: skip
+    return ReinforceConfig(**(options | more))
+
+
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory):
+    sys.modules["a_killed_task"] = types.SimpleNamespace(reward=reward)
+    return reinforce(config_of(folder, tmp_path_factory.mktemp("whole")), SILENT)
+
+
+def dies_at(owner, name, n):
+    """The process ends at the n-th call of a function."""
+    call, calls = getattr(owner, name), []
+
+    def counted(*arguments, **options):
+        calls.append(None)
+        if len(calls) == n:
+            os._exit(9)
+        return call(*arguments, **options)
+
+    return lambda run: setattr(owner, name, counted)
+
+
+def dies_writing(n):
+    """The process ends at the n-th access of the checkpoint writer to the disk."""
+    patch = types.SimpleNamespace(setattr=setattr)
+    return lambda run: FailingDisk(patch, run / "checkpoints", n, KILL)
+
+
+POINTS = {  # where the process ends, and the checkpoints that it leaves
+    "in the first rollout": (dies_at(Engine, "_step", 4), 0),
+    "in a rollout of the second step": (dies_at(Engine, "_step", 30), 1),
+    "between micro-batches": (dies_at(module, "surrogate", 6), 1),
+    "in the second update": (dies_at(module, "surrogate", 8), 1),
+    "before the first byte of a checkpoint": (dies_writing(1), 0),
+    "in the weights of a checkpoint": (dies_writing(5), 0),
+    "in the second checkpoint": (dies_writing(80), 1),
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_the_same_bits_after_a_kill(whole, folder, tmp_path, point):
+    prepare, left = POINTS[point]
+    run = tmp_path / "run"
+    assert killed(lambda: prepare(run), lambda: reinforce(config_of(folder, tmp_path), SILENT))
+    there = [x for x in checkpoints(run) if x[0] != "."] if (run / "checkpoints").exists() else []
+    assert len(there) == left, there
+    reinforce(config_of(folder, tmp_path, resume=True), SILENT)
+    assert_same_run(run, whole)
+    assert checkpoints(run) == checkpoints(whole) and len(metrics(run)) == len(metrics(whole))
+
+
+def test_a_checkpoint_without_the_newer_options_is_compared_with_their_defaults(folder, tmp_path):
+    then = {"group": 4}
+    config = config_of(folder, tmp_path)
+    assert option_changes(then, {"group": 4, "temperature": 1.0, "top_p": 1.0}, config) == {}
+    changed = option_changes(then, {"group": 4, "temperature": 0.9}, config)
+    assert changed == {"temperature": "temperature was 1.0, is 0.9"}
+
+
+def test_other_sampling_options_are_refused_on_resuming(folder, tmp_path):
+    reinforce(config_of(folder, tmp_path, steps=2, stop_at=1), SILENT)
+    for change in (dict(top_p=0.7), dict(logprobs_of="model")):
+        with pytest.raises(UserError, match=f"{next(iter(change))} was "):
+            reinforce(config_of(folder, tmp_path, steps=2, resume=True, **change), SILENT)
