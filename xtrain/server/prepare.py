@@ -49,10 +49,19 @@ from .tools import ToolUse, form_of, use_of
 SMALL = 1 << 14  # bytes of a body that a thread of this process prepares
 SECONDS = 30  # for a larger one, in another process
 PROCESSES = 2
+MAX_MESSAGE = 600  # characters of an error
 MAX_SCORES = 1 << 18  # log-probabilities of prompts in one answer
 COMPLETION_TOKENS = 16  # of /v1/completions without max_tokens, as at OpenAI
 # pydantic's names for the types of a value
 UNION_BRANCH = re.compile(r"str|constrained-str|list\[.*\]")
+
+
+def _shortened(text: str) -> str:
+    """Return a text that may have a client's own words, in at most MAX_MESSAGE characters."""
+    if len(text) <= MAX_MESSAGE:
+        return text
+    half = MAX_MESSAGE // 2
+    return f"{text[: half - 1]}\u2026{text[-half:]}"
 
 
 class ApiError(Exception):
@@ -63,7 +72,8 @@ class ApiError(Exception):
     ):
         super().__init__(status, message, headers)
         self.status = status
-        self.error = Error(message=message, **fields)
+        self.error = Error(message=_shortened(message), **fields)
+        self.error.param = self.error.param and _shortened(self.error.param)
         self.headers = headers
 
     def body(self) -> dict[str, Any]:
@@ -156,7 +166,7 @@ class Preparation:
         if name not in (None, self.name):
             raise ApiError(
                 404,
-                f"there is no model {name[:100]!r} here: use {self.name!r}",
+                f"there is no model {name!r} here: use {self.name!r}",
                 code="model_not_found",
                 param="model",
             )
