@@ -1,9 +1,9 @@
-"""The HTTP interface: OpenAI's routes over one engine.
+"""The HTTP interface: OpenAI's and Anthropic's routes over one engine.
 
     app = create_app(engine, pretrained)        an ASGI application, for uvicorn or any other server
 
-Every refusal is OpenAI's error object with one sentence. A client that disconnects frees its slots
-in the next step.
+Every refusal is OpenAI's error object, or Anthropic's for its routes, with one sentence. A client
+that disconnects frees its slots in the next step.
 """
 
 import asyncio
