@@ -29,6 +29,7 @@ from ..data.chat_template import ChatTemplate
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
+from ..json_files import listed
 from ..serving.requests import Request, check_ids, make_requests, make_scoring_requests
 from .api import (
     ChatRequest,
@@ -141,6 +142,7 @@ class Preparation:
     max_answers: int
     defaults: GenerationDefaults
     grammars: Grammars
+    adapters: tuple[str, ...] = ()  # names, in the order of their numbers
 
     def __call__(self, kind: type[Any], data: bytes) -> Any:
         """Check a body, and return a Prepared; or the content of the answer, if only the tokenizer
@@ -155,18 +157,23 @@ class Preparation:
         self.check_model(body.model)
         body.forget_extra()
         try:
-            return KINDS[kind](self, body)
+            prepared = KINDS[kind](self, body)
         except ValidationError as error:
             raise _invalid(error) from None
         except UserError as error:
             raise _invalid_value(error, body) from None
+        if isinstance(prepared, Prepared) and body.model in self.adapters:
+            for request in prepared.requests + prepared.scoring:
+                request.adapter = self.adapters.index(body.model)
+        return prepared
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for the name of another model."""
-        if name not in (None, self.name):
+        names = (self.name, *self.adapters)
+        if name is not None and name not in names:
             raise ApiError(
                 404,
-                f"there is no model {name!r} here: use {self.name!r}",
+                f"there is no model {name!r} here: use {listed([*map(repr, names)])}",
                 code="model_not_found",
                 param="model",
             )
