@@ -1,7 +1,7 @@
 """Serve a model over HTTP:   python -m xtrain.serve --model FOLDER [--port 8000] [--api-key KEY] ...
 
-OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; vLLM's /tokenize and /detokenize; and
-/livez, /readyz, /metrics. FOLDER:
+OpenAI's API: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models; Anthropic's
+/v1/messages; vLLM's /tokenize and /detokenize; and /livez, /readyz, /metrics, /openapi.json. FOLDER:
 a Hugging Face folder, or a run of xtrain.train. Needs the packages of pip install -e '.[serve]'.
 """
 

@@ -32,6 +32,7 @@ from xtrain.kernels.cast import BFLOAT16, cast_fwd
 from xtrain.kernels.checksum import checksum, compare
 from xtrain.kernels.cross_entropy import count_targets, cross_entropy, mean_loss
 from xtrain.kernels.decoding import sampling
+from xtrain.kernels.decoding.adapter_columns import keep_own_columns
 from xtrain.kernels.decoding.gemv import add_norm_gemv, gemv, gemv_fits
 from xtrain.kernels.decoding.gemv_chain import chain_add_norm_gemv, chain_fits, chain_gemv
 from xtrain.kernels.decoding.kept_tokens import kept_tokens, sampled_logits
@@ -316,6 +317,8 @@ def choosing(dtype):
         for top in (0, 1, 20):
             token_logprobs(logits, ids, top, V)
         mask_logits(logits, cp.zeros((B, -(-V // 32)), np.int32), slots, V)
+        owners = cp.arange(20, dtype=np.int32) % 3
+        keep_own_columns(draw(B, 20, dtype=dtype), slots % 3, owners)
         masks = kept_tokens(logits, ids, *chosen[:3], min_p, V)
         for kept in (masks, None):
             sampled_logits(logits, chosen[0], kept, V)

@@ -122,6 +122,7 @@ class Script:
 
     def __init__(self):
         self.text, self.failures, self.bodies, self.open_end = "", 0, [], False
+        self.deltas = []  # in place of the text, if there are some
         chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
         self.app = Starlette(routes=[page.route(), chat, Route("/v1/models", self.models)])
 
@@ -136,10 +137,10 @@ class Script:
         return StreamingResponse(self.stream(), media_type="text/event-stream")
 
     async def stream(self):
-        events = [
-            {"choices": [{"delta": {"content": self.text[i : i + 7]}}]}
-            for i in range(0, len(self.text), 7)
+        deltas = self.deltas or [
+            {"content": self.text[i : i + 7]} for i in range(0, len(self.text), 7)
         ]
+        events = [{"choices": [{"delta": delta}]} for delta in deltas]
         data = "".join(f"data: {json.dumps(e, ensure_ascii=False)}\n\n" for e in events).encode()
         for i in range(0, len(data), 501):  # pieces that cut events, and characters, anywhere
             yield data[i : i + 501]
@@ -227,10 +228,10 @@ def test_markdown_while_it_streams(browser, scripted):
         True, "H4 P DIV OL DIV BLOCKQUOTE", 4, "xtrain", 9, True
     ]  # fmt: skip
     odd = """(() => { const start = performance.now(), out = make('div');
-      for (const part of ['[', '**', '*a', '_', '`', '``a`', '> ', '- ', '  - a\\n', '|a', '[a](', '~~~\\n', '1. ', 'https://', '\\\\', '# ', '\\n', 'a|b\\n-|-\\n'])
+      for (const part of ['$', '$$\\n', '$a', '\\\\(', '\\\\[', '\\\\frac{', '$x^{', '[', '**', '*a', '_', '`', '``a`', '> ', '- ', '  - a\\n', '|a', '[a](', '~~~\\n', '1. ', 'https://', '\\\\', '# ', '\\n', 'a|b\\n-|-\\n'])
         showMarkdown(out, part.repeat(8000));
       let seed = 1; const random = n => (seed = seed * 16807 % 2147483647) % n;
-      for (let k = 0; k < 300; k++) showMarkdown(out, Array.from({length: 60}, () => '*_`~[]()>#-1. |\\\\\\n ab!h'[random(24)]).join(''));
+      for (let k = 0; k < 300; k++) showMarkdown(out, Array.from({length: 60}, () => '*_`~[]()>#-1. |\\\\\\n ab!h$^{}'[random(28)]).join(''));
       return performance.now() - start })()"""
     assert browser.evaluate(odd) < 10_000
     plain = "(() => { const e = make('div'); showMarkdown(e, 'a_b_c 2*3*4 ** x ` y'); return e.textContent })()"
@@ -277,13 +278,18 @@ def test_a_conversation_by_keys(browser, scripted):
     browser.wait(DONE.format(3) + " && turns[2].text")
     asked = [m["content"] for m in scripted.bodies[-1]["messages"] if m["role"] == "user"]
     assert asked == ["What is RMSNorm?\nBe short.", "And BatchNorm?"]
-    browser.evaluate("turns.pop().element.remove(); turns[1].meta.append(turns[1].again)")
     browser.evaluate("turns[1].again.click()")
     browser.wait(DONE.format(2) + " && turns[1].text")
     assert browser.evaluate("document.querySelectorAll('.failed').length") == 0
     body = scripted.bodies[-1]
     assert [m["role"] for m in body["messages"]] == ["system", "user", "assistant", "user"]
-    assert (body["seed"], body["temperature"], body["top_p"]) == (5, 0.7, 0.9)
+    assert body["seed"] == 5
+    assert body.keys() == {
+        "stream",
+        "stream_options",
+        "seed",
+        "messages",
+    }  # else the server's defaults
     for width in (1280, 390):
         browser.size(width, 844)
         for _ in range(2):
@@ -299,9 +305,160 @@ def test_a_conversation_by_keys(browser, scripted):
     shot(browser, "390_settings")
     browser.press("Escape")
     assert browser.evaluate("$('side').hidden && document.activeElement.id") == "show-settings"
+    assert "scripted" in browser.evaluate("$('model').innerText")  # on a phone, too
+    browser.evaluate("$('show-settings').click(); $('settings').querySelector('h2 button').click()")
+    assert browser.evaluate("$('side').hidden && document.activeElement.id") == "show-settings"
     browser.evaluate("$('new').click()")
     assert browser.evaluate("turns.length == 0 && !document.querySelector('.turn')")
     assert all("429" in text for text in browser.complaints), browser.complaints
+
+
+TALKS = "JSON.parse(localStorage.getItem('talks')).map(t => t.turns.map(u => [u.asked, u.text]))"
+BUTTON = "[...{}.querySelectorAll('button')].find(b => b.textContent == '{}').click()"
+
+
+@needs_chromium
+def test_conversations_are_edited_and_kept(browser, scripted):
+    """Editing a question, or answering an early one again, continues in a new conversation; the old one is kept."""
+    browser.complaints.clear()
+    browser.open(scripted.url)
+    browser.evaluate("localStorage.clear()")
+    for number in (1, 2, 3):
+        scripted.text = f"answer {number}"
+        say(browser, f"question {number}")
+        browser.wait(DONE.format(number))
+    whole = [[f"question {i}", f"answer {i}"] for i in (1, 2, 3)]
+    assert browser.evaluate(TALKS) == [whole]
+    scripted.text = "other"
+    browser.evaluate(BUTTON.format("turns[1].question", "Edit"))
+    assert browser.evaluate("document.activeElement.value") == "question 2"
+    browser.press("Escape")
+    assert browser.evaluate("turns[1].question.textContent") == "question 2Edit"
+    browser.evaluate(BUTTON.format("turns[1].question", "Edit"))
+    browser.type("!")
+    browser.press("Enter")
+    browser.wait(DONE.format(2))
+    asked = [m["content"] for m in scripted.bodies[-1]["messages"]]
+    assert asked[:2] == ["question 1", "answer 1"] and "!" in asked[2]
+    browser.evaluate("turns[0].again.click()")
+    browser.wait(DONE.format(1) + " && turns[0].text == 'other'")
+    assert browser.evaluate(TALKS) == [
+        [["question 1", "other"]], [["question 1", "answer 1"], [asked[2], "other"]], whole
+    ]  # fmt: skip
+    copied = "navigator.clipboard.writeText = async text => { window.copied = text }"
+    browser.evaluate(copied + ";" + BUTTON.format("turns[0].meta", "Copy"))
+    assert browser.evaluate("window.copied") == "other"
+    browser.open(scripted.url)
+    browser.wait("!turns.length")
+    assert "this browser's storage" in browser.evaluate("$('empty').textContent")
+    browser.evaluate("$('show-chats').click()")
+    assert browser.evaluate("$('talks').children.length") == 3
+    shot(browser, "chats")
+    browser.evaluate("$('talks').children[2].firstChild.click()")
+    assert browser.evaluate("turns.map(t => t.text)") == ["answer 1", "answer 2", "answer 3"]
+    scripted.text = "answer 4"
+    say(browser, "question 4")
+    browser.wait(DONE.format(4))
+    assert len(scripted.bodies[-1]["messages"]) == 7 and len(browser.evaluate(TALKS)[0]) == 4
+    browser.evaluate(BUTTON.format("$('talks').children[1]", "Delete"))
+    assert len(browser.evaluate(TALKS)) == 2
+    full = """(() => { const set = Storage.prototype.setItem;
+      Storage.prototype.setItem = function(n, v) { if (v.length > 560) throw new DOMException("", "QuotaExceededError"); set.call(this, n, v) };
+      save(); Storage.prototype.setItem = set })()"""
+    browser.evaluate(full)  # the oldest one makes room
+    assert len(browser.evaluate(TALKS)) == 1
+    browser.evaluate("$('forget').click()")
+    assert browser.evaluate(TALKS) == [] and browser.complaints == []
+
+
+@needs_chromium
+def test_thinking_and_tools(browser, scripted):
+    """Reasoning is folded, calls are shown, and their results are sent back."""
+    browser.complaints.clear()
+    browser.open(scripted.url)
+    browser.evaluate("localStorage.clear()")
+    function = {"name": "weather", "arguments": ""}
+    scripted.deltas = [
+        {"reasoning_content": "Hm "}, {"reasoning_content": "<b>."}, {"content": "I ask."},
+        {"tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": function}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '"Bern"}'}}]},
+    ]  # fmt: skip
+    browser.evaluate("$('tools').value = '{'; checkTools()")
+    say(browser, "x")
+    assert browser.evaluate("!turns.length && !$('settings').hidden && !$('tools').checkValidity()")
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    browser.evaluate(f"$('tools').value = {json.dumps(json.dumps(tools))}; checkTools()")
+    browser.evaluate("closePanel('settings'); $('write').requestSubmit()")
+    browser.wait(DONE.format(1))
+    assert scripted.bodies[0]["tools"] == tools
+    assert browser.evaluate("turns[0].thoughts.lastChild.textContent") == "Hm <b>."
+    assert browser.evaluate("!turns[0].thoughts.open && !turns[0].thoughts.hidden")
+    assert browser.evaluate("turns[0].called.textContent") == 'weather(…)Copy{"city": "Bern"}'
+    shot(browser, "tools")
+    scripted.deltas = [{"content": "Rain."}]
+    browser.evaluate("turns[0].element.querySelector('.results textarea').value = 'rain'")
+    browser.evaluate("turns[0].element.querySelector('.results').requestSubmit()")
+    browser.wait(DONE.format(2))
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}  # fmt: skip
+    assert scripted.bodies[-1]["messages"] == [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "I ask.", "reasoning_content": "Hm <b>.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]  # fmt: skip
+    browser.open(scripted.url)
+    browser.evaluate("openTalk(stored()[0].id)")
+    assert browser.evaluate("turns.map(t => t.text)") == ["I ask.", "Rain."]
+    assert browser.evaluate("turns[0].called.childNodes.length") == 1
+    assert browser.complaints == []
+
+
+MATHS = {  # source: what the elements of its MathML are, without mrow
+    r"a_1^2 + \frac{x}{2}": "msubsup mi mn mn mo mfrac mi mn",
+    r"\sqrt[3]{x^{n+1}}": "mroot msup mi mi mo mn mn",
+    r"\sum_{i=1}^n \alpha_i": "munderover mo mi mo mn mi msub mi mi",
+    r"\left( \mathbb{R} \right]": "mo mi mo",
+    r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}": "mo mtable mtr mtd mn mtd mn mtr mtd mn mtd mn mo",
+    r"\text{if } f'(x) \le \hat{y}": "mtext msup mi mo mo mi mo mo mover mi mo",
+    r"\unknown{x}": "mtext mi",
+    r"{{x": "mi",
+    r"\frac": "mfrac",
+    r"x^": "msup mi",
+    r"} & \\": "mo mo mtext",
+}
+
+
+@needs_chromium
+def test_maths_and_code(browser, scripted):
+    browser.complaints.clear()
+    browser.open(scripted.url)
+    tags = "[...maths({}, true).querySelectorAll('*')].map(e => e.tagName).filter(t => t != 'mrow').join(' ')"
+    for source, expected in MATHS.items():
+        assert browser.evaluate(tags.format(json.dumps(source))) == expected, source
+    assert browser.evaluate("maths('{'.repeat(9000)).tagName") == "CODE"
+    assert browser.evaluate(r"maths('\\mathbb{R}\\mathbf{a}\\beta').textContent") == "ℝ𝐚β"
+    text = "Costs $5 and $6. Let $x^2$ be \\(y\\):\n$$\nz = 1\n$$\nand $$q$$ end\n\\[ w \\] done\n\n$$ open"
+    shown = "(() => { const e = make('div'); showMarkdown(e, %s); return %s })()"
+    kinds = "[...e.querySelectorAll('math')].map(m => [m.textContent, m.getAttribute('display')])"
+    assert browser.evaluate(shown % (json.dumps(text), kinds)) == [
+        ["x2", None], ["y", None], ["z=1", "block"], ["q", None], ["w", "block"]
+    ]  # fmt: skip
+    plain = browser.evaluate(shown % (json.dumps(text), "e.textContent"))
+    assert "Costs $5 and $6." in plain and plain.endswith("$$ open") and "done" in plain
+    code = '```python\ndef f(x):  # größe <b>\n    return "a\\"b" + 1.5\n```\n```\ndef\n```'
+    spans = "[...e.querySelectorAll('code span')].map(s => [s.className, s.textContent])"
+    assert browser.evaluate(shown % (json.dumps(code), spans)) == [
+        ["word", "def"], ["comment", "# größe <b>"], ["word", "return"], ["string", '"a\\"b"'],
+        ["number", "1.5"],
+    ]  # fmt: skip
+    whole = browser.evaluate(shown % (json.dumps(code), "e.querySelector('pre').textContent"))
+    assert whole == code.split("\n", 1)[1].split("\n```")[0]
+    prose = r"Softmax: $p_i = \frac{e^{x_i}}{\sum_j e^{x_j}}$, and $$\nabla_x L = \left(\frac{\partial L}{\partial y}\right)^\top W$$"
+    scripted.text = PROSE + prose
+    say(browser, "Show it")
+    browser.wait(DONE.format(1))
+    shot(browser, "maths")
+    assert browser.complaints == []
 
 
 @needs_chromium
@@ -333,7 +490,7 @@ def test_an_engine_a_key_and_a_model_without_a_template(browser, folder):
         assert browser.evaluate(
             "!$('note').hidden && $('note').textContent.includes('no chat template')"
         )
-        body = {"prompt": "def f", "max_tokens": 12, "seed": 3, "temperature": 0.7, "top_p": 0.9}
+        body = {"prompt": "def f", "max_tokens": 12, "seed": 3}
         head = {"Authorization": "Bearer secret"}
         answer = httpx.post(running.url + "v1/completions", json=body, headers=head).json()
         assert browser.evaluate("turns[0].text") == answer["choices"][0]["text"]

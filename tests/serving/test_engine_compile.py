@@ -21,6 +21,7 @@ from offline import (
 
 from xtrain.kernels.attention import context_attention, decode_attention, flash_attention
 from xtrain.kernels.decoding import (
+    adapter_columns,
     gemv,
     gemv_chain,
     kept_tokens,
@@ -75,6 +76,7 @@ def launch_engine(dtypes=(np.float32, BF16)):
         penalties.apply_penalties(full(1, 8), rules, ints, ints, 8)
         penalties.count_tokens(rules, ints, ints)
         token_masks.mask_logits(full(1, 8), sim(np.ones((1, 1), np.int32)), ints, 8)
+        adapter_columns.keep_own_columns(full(1, 1), ints, ints)
         masks = kept_tokens.kept_tokens(full(1, 8), ints, floats, ints, floats, floats, 8)
         for kept in (masks, None):
             kept_tokens.sampled_logits(full(1, 8), floats, kept, 8)

@@ -85,6 +85,7 @@ class Transformer(Module):
     change: "MODULE:FUNCTION" if `changed` made this model, else "".
     special_tokens: bos_token_id, eos_token_id, pad_token_id of the folder that the model was read
         from.
+    adapters: several LoRA adapters, while it is served (serving/adapters.py), or None.
     generation: what else its generation_config.json says, or None. `save_pretrained` writes both.
 
     Raises UserError when precision or recompute is unknown or the device does not support it.
@@ -95,6 +96,7 @@ class Transformer(Module):
     """
 
     fp8_head = False  # see use_fp8_head
+    adapters: Any = None
 
     def __init__(
         self,

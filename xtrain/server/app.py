@@ -1,9 +1,9 @@
-"""The HTTP interface: OpenAI's routes over one engine.
+"""The HTTP interface: OpenAI's and Anthropic's routes over one engine.
 
     app = create_app(engine, pretrained)        an ASGI application, for uvicorn or any other server
 
-Every refusal is OpenAI's error object with one sentence. A client that disconnects frees its slots
-in the next step.
+Every refusal is OpenAI's error object, or Anthropic's for its routes, with one sentence. A client
+that disconnects frees its slots in the next step.
 """
 
 import asyncio
@@ -147,12 +147,20 @@ class Server:
         self._check_key(http)
         name = http.path_params.get("name", self.name)
         self.preparers.preparation.check_model(name)
-        card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "xtrain"}
-        card |= {"root": self.name, "max_model_len": self.engine.max_seq_len}  # as vLLM
-        single = "name" in http.path_params
-        if single:
-            return JSONResponse(card)
-        return JSONResponse({"object": "list", "data": [card]})
+        if "name" in http.path_params:
+            return JSONResponse(self._card(name))
+        names = (self.name, *self.preparers.preparation.adapters)
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in names]})
+
+    def _card(self, name: str) -> dict[str, Any]:
+        """Return what clients see of a model, or of one of its adapters."""
+        card = {"id": name, "object": "model", "created": self.created, "owned_by": "xtrain"}
+        parent = None if name == self.name else self.name
+        return card | {  # as vLLM
+            "root": name,
+            "parent": parent,
+            "max_model_len": self.engine.max_seq_len,
+        }
 
     async def health(self, http: HttpRequest) -> Response:
         """Answer /health and /livez: 503 if only a new process helps. And /readyz: 503 also while
@@ -291,7 +299,8 @@ class Server:
         record: RequestRecord = http.state.record
         prompts = [request.prompt for request in prepared.requests[:: body.n or 1]]
         tokenizer = self.texts.tokenizer
-        arguments = (self.texts, self.name, body, record.id)
+        name = (prepared.asked or body).model or self.name
+        arguments = (self.texts, name, body, record.id)
         if isinstance(body, ChatRequest):
             tokenizer = prepared.reading.showing_marks(tokenizer)
         if prepared.asked is not None:
@@ -471,6 +480,7 @@ def create_app(
     allowed_origins: Sequence[str] = (),
     access_log: bool = False,
     otlp_traces_endpoint: str | None = None,
+    adapters: Sequence[str] = (),
 ) -> Starlette:
     """Return an ASGI application that serves `engine`
 
@@ -483,10 +493,14 @@ def create_app(
     allowed_origins: pages that may use it in a browser, such as "https://example.org"; "*": all.
     access_log: print a line for each request, and one on the throughput every ten seconds.
     otlp_traces_endpoint: where OpenTelemetry sends a span of each request; None: nowhere.
+    adapters: names of adapters of the engine's model, in their order (serving/adapters.py): models
+    for clients, too. Of an Engine they are known.
     """
     grammars = Grammars.of(texts)
     if isinstance(engine, Engine):
         client: EngineClient = EngineThread(engine, grammars)
+        if engine.model.adapters is not None:
+            adapters = engine.model.adapters.names
         defaults = defaults or GenerationDefaults.of(engine.model.generation)
     else:
         client = engine
@@ -502,6 +516,7 @@ def create_app(
         limits.answers or client.max_batch + limits.queue,
         defaults or GenerationDefaults(),
         grammars,
+        tuple(adapters),
     )
     server = Server(client, texts, name, api_key, limits, preparation)
 

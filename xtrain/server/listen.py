@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +18,7 @@ from ..cli import say
 from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
 from ..formats.texts import Texts
+from ..serving.adapters import add_adapters
 from ..serving.engine import Engine
 from ..serving.options import (
     BatchInvariant,
@@ -55,6 +56,8 @@ class Options(ModelOptions):
     api_key: str | None = None
     allowed_origins: tuple[str, ...] = ()  # pages that may use it in a browser; "*": all
     name: str | None = None  # of the model for clients; none: the folder's
+    # NAME=FOLDER of LoRA adapters, which clients choose as the model NAME
+    adapter: tuple[str, ...] = ()
     max_batch: MaxBatch = 32
     max_seq_len: MaxSeqLen = None
     prefill_interval: PrefillInterval = None
@@ -115,6 +118,10 @@ def _serve(o: Options, api_key: str | None, http: "HttpProcess", limits: "Limits
         texts.template.check()
     http.send(texts)
     defaults = GenerationDefaults.of(p.model.generation)
+    name = o.name or Path(o.model).resolve().name  # of a run, not of its checkpoint
+    folders = adapter_folders(o.adapter, name)
+    if folders:
+        add_adapters(p.model, folders)
     size = chosen_seq_len(o.max_seq_len, p.model.config.context)
     more = dict(max_seq_len=size, warm_up=True, draft_model=p.draft(o.draft))
     engine = Engine(p.model, **engine_arguments(o) | more)
@@ -127,7 +134,6 @@ def _serve(o: Options, api_key: str | None, http: "HttpProcess", limits: "Limits
     say(f"{p.folder}; {engine.describe()}{ready}")
     for note in defaults.notes({}, {"temperature": 1.0}):
         say(note)
-    name = o.name or Path(o.model).resolve().name  # of a run, not of its checkpoint
     serve_engine(
         engine,
         texts,
@@ -139,7 +145,21 @@ def _serve(o: Options, api_key: str | None, http: "HttpProcess", limits: "Limits
         allowed_origins=o.allowed_origins,
         access_log=o.access_log,
         otlp_traces_endpoint=o.otlp_traces_endpoint,
+        adapters=tuple(folders),
     )
+
+
+def adapter_folders(given: Sequence[str], name: str) -> dict[str, Path]:
+    """Return the folders of --adapter by their names. name: of the model. Raises UserError."""
+    folders: dict[str, Path] = {}
+    for text in given:
+        chosen, equals, folder = text.partition("=")
+        if not (chosen and equals and folder):
+            raise UserError(f"--adapter {text!r} must be NAME=FOLDER")
+        if chosen == name or chosen in folders:
+            raise UserError(f"--adapter {text!r}: another model has this name: choose another one")
+        folders[chosen] = Path(folder)
+    return folders
 
 
 @contextlib.contextmanager

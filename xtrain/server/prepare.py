@@ -29,6 +29,7 @@ from ..data.chat_template import ChatTemplate
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
+from ..json_files import listed
 from ..serving.requests import Request, check_ids, make_requests, make_scoring_requests
 from .api import (
     ChatRequest,
@@ -49,10 +50,19 @@ from .tools import ToolUse, form_of, use_of
 SMALL = 1 << 14  # bytes of a body that a thread of this process prepares
 SECONDS = 30  # for a larger one, in another process
 PROCESSES = 2
+MAX_MESSAGE = 600  # characters of an error
 MAX_SCORES = 1 << 18  # log-probabilities of prompts in one answer
 COMPLETION_TOKENS = 16  # of /v1/completions without max_tokens, as at OpenAI
 # pydantic's names for the types of a value
 UNION_BRANCH = re.compile(r"str|constrained-str|list\[.*\]")
+
+
+def _shortened(text: str) -> str:
+    """Return a text that may have a client's own words, in at most MAX_MESSAGE characters."""
+    if len(text) <= MAX_MESSAGE:
+        return text
+    half = MAX_MESSAGE // 2
+    return f"{text[: half - 1]}\u2026{text[-half:]}"
 
 
 class ApiError(Exception):
@@ -63,7 +73,8 @@ class ApiError(Exception):
     ):
         super().__init__(status, message, headers)
         self.status = status
-        self.error = Error(message=message, **fields)
+        self.error = Error(message=_shortened(message), **fields)
+        self.error.param = self.error.param and _shortened(self.error.param)
         self.headers = headers
 
     def body(self) -> dict[str, Any]:
@@ -131,6 +142,7 @@ class Preparation:
     max_answers: int
     defaults: GenerationDefaults
     grammars: Grammars
+    adapters: tuple[str, ...] = ()  # names, in the order of their numbers
 
     def __call__(self, kind: type[Any], data: bytes) -> Any:
         """Check a body, and return a Prepared; or the content of the answer, if only the tokenizer
@@ -145,18 +157,23 @@ class Preparation:
         self.check_model(body.model)
         body.forget_extra()
         try:
-            return KINDS[kind](self, body)
+            prepared = KINDS[kind](self, body)
         except ValidationError as error:
             raise _invalid(error) from None
         except UserError as error:
             raise _invalid_value(error, body) from None
+        if isinstance(prepared, Prepared) and body.model in self.adapters:
+            for request in prepared.requests + prepared.scoring:
+                request.adapter = self.adapters.index(body.model)
+        return prepared
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for the name of another model."""
-        if name not in (None, self.name):
+        names = (self.name, *self.adapters)
+        if name is not None and name not in names:
             raise ApiError(
                 404,
-                f"there is no model {name[:100]!r} here: use {self.name!r}",
+                f"there is no model {name!r} here: use {listed([*map(repr, names)])}",
                 code="model_not_found",
                 param="model",
             )

@@ -36,6 +36,7 @@ class DecodeBatch:
         "min_p": np.float32,
         "penalty_slot": np.int32,
         "mask_slot": np.int32,
+        "adapter": np.int32,
     }
 
     # the columns that a Request has too, and that stay as they are
@@ -46,6 +47,7 @@ class DecodeBatch:
         "top_k",
         "top_p",
         "min_p",
+        "adapter",
     )
 
     def __init__(self, B: int, M: int, device: str):

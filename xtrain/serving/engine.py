@@ -42,6 +42,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from ..errors import UserError
 from ..nn.model import Transformer
 from ..nn.quantized import quantize_weights
+from .adapters import number_of
 from .constraints import Grammar
 from .draft_model import DraftModel
 from .options import EngineOptions, described, engine_parameters
@@ -243,12 +244,13 @@ class Engine:
         logprobs: int | Sequence[int | None] | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
         n: int = 1,
+        adapter: str | None = None,
     ) -> Stream:
         """Return an iterator over (number, token) with `completions` and `cancel(number)`; it
         computes when iterated.
 
-        prompts: lists of token ids. Every option except stop and n may be a list with one value per
-        prompt.
+        prompts: lists of token ids. Every option except stop, n and adapter may be a list with one
+        value per prompt.
         n: answers per prompt; prompt i has numbers i n, ..., i n + n - 1. Each prompt is computed
         once, and each answer has random numbers of its own: the first k answers are the same
         whatever n is.
@@ -274,6 +276,7 @@ class Engine:
         logprobs: report this many of the most likely tokens, 0 to 20, and their log-probabilities,
         and that of the chosen token, in Completion.logprobs; None: no log-probabilities.
         grammar: what the answers must be (serving/constraints.py); None: anything.
+        adapter: a name of add_adapters (serving/adapters.py); None: the model itself.
 
         Prompts beyond max_batch, and those for which there are no blocks, wait. Raises UserError,
         before anything is computed, for an empty prompt, for one that leaves no room for an answer,
@@ -300,6 +303,10 @@ class Engine:
             grammar=grammar,
             n=n,
         )
+        if adapter is not None:
+            number = number_of(self.model, adapter)
+            for request in requests:
+                request.adapter = number
         return Stream(self, requests)
 
     @_with_arguments_of(stream)

@@ -103,6 +103,7 @@ class Request:
     published: int = 0  # how many full blocks other sequences can find
     weights_version: int | None = None  # of the model, when the request was last admitted
     submitted: float = 0.0  # seconds of a clock
+    adapter: int = -1  # its number (adapters.py); -1: none
     history: Any = None  # of its tokens, for drafts (speculation.py); None: not needed yet
 
     def start_constraint(self) -> None:
@@ -122,6 +123,13 @@ class Request:
     def tokens(self) -> list[int]:
         """Return the sequence so far."""
         return self.prompt + self.completion
+
+    def own_tokens(self, tokens: list[int]) -> list[int]:
+        """Return tokens as the cache knows them: with other numbers for each adapter, under which
+        they have other keys and values."""
+        if self.adapter < 0:
+            return tokens
+        return [token + ((self.adapter + 1) << 32) for token in tokens]
 
     @property
     def length(self) -> int:

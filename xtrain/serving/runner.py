@@ -201,6 +201,12 @@ class Runner:
         self.in_flight.clear()
         self.batch_requests = []
 
+    def use_adapters(self, rows: Array) -> None:
+        """Set the number of each row's adapter in the passes that follow (adapters.py). In a CUDA
+        graph they are read at the address of `rows`."""
+        if self.model.adapters is not None:
+            self.model.adapters.rows = rows
+
     @contextlib.contextmanager
     def mode(self) -> Iterator[None]:
         """Inside, forward passes are those of an engine."""
@@ -253,6 +259,7 @@ class Runner:
             self._write_batch(requests)
         elif grown:
             batch.upload_tables()
+        self.use_adapters(batch.device["adapter"])
         variant = self.batch_variant
         *_, masked = variant
         if not masked:
@@ -309,6 +316,8 @@ class Runner:
             prefill.rows or [0],
             len(requests[0].prompt),
         )
+        numbers = [chunk.request.adapter for chunk in chunks for _ in chunk.tokens]
+        self.use_adapters(to_device(np.array(numbers, np.int32), self.model.device))
         x_WC = self.model.hidden(ids_N, sequences).data
         if prefill.copy is not None:
             copy = prefill.copy
@@ -486,6 +495,7 @@ class Runner:
         self.penalties = self.empty_penalties(1)
         self.masks = self._empty_masks()
         with self.mode():
+            self.use_adapters(self.batch.device["adapter"])
             for size in self.batch_sizes():
                 self.decode(size, True, True, True)
             if self.verifier is not None:
@@ -525,6 +535,7 @@ class Runner:
         lengths = [len(x) for x in np.array_split(np.zeros(n), A)]
         tables = [[0] * -(-max(lengths) // self.cache.S)] * A
         last = (np.cumsum(lengths) - 1).tolist()
+        self.use_adapters(to_device(np.zeros(n, np.int32), self.model.device))
         ids_N, sequences = self.cache.prefill([0] * n, lengths, [0] * A, tables, last)
         logits = self.model.logits(self.model.hidden(ids_N, sequences)).data
         ids = to_device(np.zeros(A, np.int32), self.model.device)

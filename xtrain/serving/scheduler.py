@@ -94,11 +94,11 @@ class Scheduler:
     def prepare(self, requests: Iterable[Request]) -> None:
         """Compute what `add` needs of the requests. It changes nothing else, so any thread may call
         it at any time."""
-        keys_of: dict[int, list[bytes]] = {}  # by prompt
+        keys_of: dict[tuple[int, int], list[bytes]] = {}  # by prompt and adapter
         for request in requests:
             room = self.limits.max_seq_len - len(request.prompt)
             request.room = min(request.max_new_tokens, room)
-            prompt = id(request.prompt)
+            prompt = (id(request.prompt), request.adapter)
             if prompt not in keys_of:
                 keys_of[prompt] = self._keys(request)
             request.keys = keys_of[prompt]
@@ -224,7 +224,7 @@ class Scheduler:
                 continue
             prefix = Prefix([])
             if request.keys:
-                tokens = request.reusable
+                tokens = request.own_tokens(request.reusable)
                 prefix = self.pool.find(tokens, request.keys)
                 missing = len(tokens) - 1 - len(prefix.blocks) * self.pool.S
                 if missing >= MIN_COPIED and request.keys[len(prefix.blocks)] in computed:
@@ -258,7 +258,7 @@ class Scheduler:
         """Return the keys of the request's blocks; none if it does not share them."""
         if not self.limits.reuse_prefix or self.has_own_angles(request):
             return []
-        return block_keys(request.tokens, self.limits.block_tokens)
+        return block_keys(request.own_tokens(request.tokens), self.limits.block_tokens)
 
     # ------------------------------------------------------------------------- blocks
     def _assign_blocks(self, request: Request, prefix: Prefix, work: Work) -> bool:
@@ -328,7 +328,7 @@ class Scheduler:
             or request.completion.reason == "nan"
         ):
             return
-        tokens = request.tokens
+        tokens = request.own_tokens(request.tokens)
         S = self.pool.S
         valid = min(request.cached_tokens, len(tokens))
         while (i := request.published) * S < valid:

@@ -112,6 +112,7 @@ class Verifier:
 
     def every_shape(self) -> None:
         """Compute logits of every size, for note_launches: the results mean nothing."""
+        self.runner.use_adapters(self.batch.device["adapter"])
         size = 2
         while size <= self.max_rows:
             self.logits(size)
@@ -137,6 +138,7 @@ class Verifier:
         batch.upload_tables(size)
         tokens = np.array([row.token for row in rows], np.int32)
         batch.ids[:n] = to_device(tokens, self.runner.model.device)
+        self.runner.use_adapters(batch.device["adapter"])
         (logits,) = self.runner.run_part(self.logits, size)
         return logits
 

@@ -1,0 +1,134 @@
+"""Several adapters in one batch: each answer is that of a model with the adapter merged; no keys and values are shared."""
+
+import numpy as np
+import pytest
+from twins import random_model, small
+
+from xtrain import Engine, UserError
+from xtrain.data.tokenizer import Tokenizer
+from xtrain.formats.adapters import write_adapters
+from xtrain.nn.model import Transformer
+from xtrain.nn.tensor import Tensor
+from xtrain.serving.adapters import add_adapters
+
+TARGETS = {"a": ("q_proj", "v_proj", "down_proj"), "b": ("o_proj", "gate_proj", "k_proj")}
+OPTIONS = dict(max_batch=4, max_seq_len=256)
+
+
+def folders(tmp_path, dim=32):
+    """Folders of a model and of two adapters with different ranks and targets."""
+    tokenizer = Tokenizer.train(["def f(x):\n    return x + größe\n" * 50], 290)
+    config = small(vocab_size=tokenizer.vocab_size, max_seq_len=256, head_dim=16)
+    random_model(config, device="cpu").save_pretrained(tmp_path / "base", tokenizer)
+    model = Transformer.from_pretrained(tmp_path / "base")
+    shapes = {name: x.shape for name, x in model.named_parameters()}
+    found = {}
+    for rank, (name, targets) in enumerate(TARGETS.items(), 2):
+        rng = np.random.default_rng(rank)
+        tensors = {}
+        for path, shape in shapes.items():
+            target = path.removesuffix(".weight")
+            if target.rpartition(".")[2] in targets:
+                a, b = rng.normal(0, 0.5, (rank, shape[1])), rng.normal(0, 0.5, (shape[0], rank))
+                tensors[f"{target}.lora_A.weight"] = Tensor(a.astype(np.float32))
+                tensors[f"{target}.lora_B.weight"] = Tensor(b.astype(np.float32))
+        found[name] = tmp_path / name
+        found[name].mkdir()
+        about = {"base_model_name_or_path": str(tmp_path / "base"), "r": rank, "lora_alpha": 3.0}
+        write_adapters(found[name], tensors, about | {"target_modules": list(targets)})
+    return tmp_path / "base", found
+
+
+PROMPTS = [list(range(5, 105)), list(range(5, 105)), [7, 8], list(range(5, 40))]
+
+
+@pytest.mark.parametrize("weights", ["full", "int8"])
+def test_answers_are_those_of_merged_models(tmp_path, weights):
+    base, adapters = folders(tmp_path)
+    options = dict(max_new_tokens=9, logprobs=2, temperature=0.8, seed=3)
+    wanted = {}
+    for name, folder in {None: base, **adapters}.items():
+        alone = Engine(Transformer.from_pretrained(folder, trainable=False), **OPTIONS)
+        wanted[name] = alone.generate(PROMPTS, **options)
+    assert len({str(list(map(list, answers))) for answers in wanted.values()}) == 3
+    model = Transformer.from_pretrained(base, trainable=False)
+    plain = dict(model.named_parameters()).keys()
+    add_adapters(model, adapters)
+    assert dict(model.named_parameters()).keys() == plain
+    engine = Engine(model, **OPTIONS, weights=weights)
+    for _ in range(2):  # then what an adapter has computed is in the cache
+        streams = {name: engine.stream(PROMPTS, adapter=name, **options) for name in wanted}
+        engine._compute([r for stream in streams.values() for r in stream.requests])  # together
+        for name, stream in streams.items():
+            if weights == "int8":  # the product of w is another one
+                continue
+            assert [*map(list, stream.completions)] == [*map(list, wanted[name])], name
+            for one, other in zip(stream.completions, wanted[name]):
+                values = [[value for value, _ in x.logprobs] for x in (one, other)]
+                np.testing.assert_allclose(*values, atol=2e-5)
+        assert len({str([*map(list, s.completions)]) for s in streams.values()}) == 3
+    shared = [[c.reused for c in stream.completions] for stream in streams.values()]
+    assert all(reused[0] > 60 for reused in shared)
+    assert engine.scheduler.pool.available == engine.scheduler.pool.size
+
+
+def test_drafts_are_verified_with_the_adapter(tmp_path):
+    base, adapters = folders(tmp_path)
+    model = Transformer.from_pretrained(base, trainable=False)
+    add_adapters(model, adapters)
+    prompt = [[5, 6, 7] * 20]
+    options = dict(max_new_tokens=20, adapter="a")
+    (plain,) = Engine(model, **OPTIONS).generate(prompt, **options)
+    (drafted,) = Engine(model, **OPTIONS, speculate=3).generate(prompt, **options)
+    assert list(drafted) == list(plain)
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    base, adapters = folders(tmp_path)
+    model = Transformer.from_pretrained(base, trainable=False)
+    with pytest.raises(UserError, match="holds no adapters of PEFT"):
+        add_adapters(model, {"x": base})
+    other = random_model(small(vocab_size=307, hidden_dim=48, head_dim=16), device="cpu")
+    with pytest.raises(UserError, match=r"the adapters do not fit the model: model\.layers\.0"):
+        add_adapters(other, adapters)
+    shallow = random_model(small(vocab_size=307, n_layers=1, head_dim=16), device="cpu")
+    with pytest.raises(UserError, match=r"no matrices for the adapters model\.layers\.1"):
+        add_adapters(shallow, adapters)
+    with pytest.raises(UserError, match="there is no adapter 'x'"):
+        Engine(model, **OPTIONS).generate([[5]], adapter="x")
+
+
+def test_clients_choose_an_adapter_by_name(tmp_path):
+    testclient = pytest.importorskip("starlette.testclient")
+    pytest.importorskip("llguidance")
+    from xtrain.server.app import create_app
+    from xtrain.server.listen import adapter_folders
+    from xtrain.serving import pretrained
+
+    base, adapters = folders(tmp_path)
+    p = pretrained.load(base, "cpu")
+    given = [f"{name}={folder}" for name, folder in adapters.items()]
+    add_adapters(p.model, adapter_folders(given, "base"))
+    body = {"prompt": [5, 6, 7], "max_tokens": 9, "temperature": 0, "prompt_logprobs": 0}
+    texts = {}
+    with testclient.TestClient(create_app(Engine(p.model, **OPTIONS), p, "base")) as client:
+        cards = client.get("/v1/models").json()["data"]
+        assert [(card["id"], card["parent"]) for card in cards] == [
+            ("base", None), ("a", "base"), ("b", "base")
+        ]  # fmt: skip
+        for name in ("base", "a", "b"):
+            answer = client.post("/v1/completions", json=body | {"model": name}).json()
+            assert answer["model"] == name
+            texts[name] = answer["choices"][0]
+        error = client.post("/v1/completions", json=body | {"model": "c"}).json()["error"]
+        assert error["message"] == "there is no model 'c' here: use 'base', 'a', 'b'", error
+    for name, folder in adapters.items():
+        engine = Engine(Transformer.from_pretrained(folder, trainable=False), **OPTIONS)
+        (want,) = engine.generate([body["prompt"]], 9, stop=p.stop)
+        assert texts[name]["text"] == p.tokenizer.decode(want)
+        (scores,) = engine.logprobs([body["prompt"]])
+        found = [next(iter(x.values()))["logprob"] for x in texts[name]["prompt_logprobs"][1:]]
+        assert found == pytest.approx(scores.logprobs.tolist(), abs=2e-5)
+    for wrong in ("a", "=x", "base=x", "x="):
+        with pytest.raises(UserError, match=r"must be NAME=FOLDER|another model has this name"):
+            adapter_folders([wrong], "base")
