@@ -171,12 +171,11 @@ class Corrupts(draft_model.DraftModel):
     wanted = 0
 
     def _first(self, requests):
-        ids = super()._first(requests)
-        for i, request in enumerate(requests):
-            if request.length % 3 == 0:
-                ids[i] = (ids[i] + 1) % VOCAB
-                self.runner.batch.ids[request.slot] = ids[i]
-        return ids
+        super()._first(requests)
+        ids = self.runner.batch.ids
+        for slot in [request.slot for request in requests if request.length % 3 == 0]:
+            ids[slot] = (ids[slot] + 1) % VOCAB
+        return ids.copy()
 
     def draft(self, requests, lengths):
         drafts = super().draft(requests, lengths)
@@ -375,6 +374,14 @@ def test_how_many_tokens_are_drafted():
     many = rule(0.5, {0: 1.0, 8: 1.1, 16: 3.0})
     many.times.of[False, 4] = many.times.of[False, 1]
     assert many.lengths([one_request() for _ in range(4)], 4) == [1, 1, 1, 1]
+    # A time that was measured long ago is measured again.
+    old = rule(0.9, {0: 1.0, 2: 9.0}, 1)
+    assert old.lengths([r], 1) == [0]
+    for _ in range(speculation.FORGOTTEN + 1):
+        old.times.arrived(False, 1, old.times.last + 1.0)
+    assert old.lengths([r], 1) == [1]
+    old.times.arrived(True, 2, old.times.last + 1.1)
+    assert old.times.seconds(True, 2) == pytest.approx(1.1)
     # An end is near, and a token in flight must be predicted first.
     assert rule(0.9, {0: 1.0}).lengths([one_request([5] * 28)], 1) == [1]
     assert rule(0.9, {0: 1.0}).lengths([one_request([5] * 29)], 1) == [0]

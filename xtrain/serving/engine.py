@@ -90,6 +90,10 @@ class Engine:
     also where blocks are shared and after a preemption: products have a fixed number of rows, and
     decoding uses the attention of prefill.
 
+    With `speculate` a step may verify several guessed tokens of a sequence (speculation.py). In
+    batch-invariant mode that changes neither tokens nor log-probabilities. Sequences with a grammar
+    guess none.
+
     New weights are detected if AdamW has written them or if they are assigned, as in
     `parameter.data = x`; if they are written in place, call `forget_prefixes`. Weights in int8 or
     fp8 (nn/quantized.py) need a model made with trainable=False, which can only be served from then

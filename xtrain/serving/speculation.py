@@ -44,6 +44,7 @@ LONGEST_MATCH = 8  # tokens that are compared: longer matches are as good
 MEMORY = 0.95  # what an observation counts for after the next one
 TIMES = 8  # that are kept of each Timing
 UNTIMED = 3  # of a kind of step
+FORGOTTEN = 500  # results
 
 
 def count_accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:
@@ -185,27 +186,45 @@ class Timing:
         self.times.append(seconds)
         del self.times[UNTIMED:-TIMES]
 
+    def forget(self) -> None:
+        """Begin again, without first cases that do not count."""
+        del self.times[UNTIMED:]
+
     @property
     def seconds(self) -> float | None:
         return min(self.times[UNTIMED:], default=None)
 
 
 class StepTimes:
-    """The Timing of steps by kind (verifying?) and size: the time between two results."""
+    """The Timing of steps by kind (verifying?) and size: the time between two results.
+
+    A time is known until FORGOTTEN other results have come; then such a step is tried again.
+    """
 
     def __init__(self) -> None:
         self.of: dict[tuple[bool, int], Timing] = collections.defaultdict(Timing)
+        self.noted: dict[tuple[bool, int], int] = {}  # number of the newest result
+        self.results = 0
         self.last = 0.0
 
     def arrived(self, verifying: bool, size: int, now: float) -> None:
         """Note that the results of a step of this kind have arrived. size: 0 for a prefill."""
+        self.results += 1
         if size:
-            self.of[verifying, size].note(now - self.last)
+            kind = verifying, size
+            timing = self.of[kind]
+            if self.results - self.noted.get(kind, 0) > FORGOTTEN:
+                timing.forget()
+            timing.note(now - self.last)
+            self.noted[kind] = self.results
         self.last = now
 
     def seconds(self, verifying: bool, size: int) -> float | None:
         """Return the time of a step; None if it is not known."""
-        return self.of[verifying, size].seconds
+        kind = verifying, size
+        if self.results - self.noted.get(kind, 0) > FORGOTTEN:
+            return None
+        return self.of[kind].seconds
 
 
 class Speculation:
