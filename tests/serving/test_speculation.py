@@ -2,6 +2,7 @@
 whatever the drafts are; and the rule of how many tokens to draft."""
 
 import functools
+from dataclasses import asdict
 
 import pytest
 from checks import rng
@@ -13,6 +14,7 @@ from test_engine_constraints import Modulo
 from twins import random_model, small
 
 from xtrain import Engine, UserError
+from xtrain.server.engine_loop import Figures
 from xtrain.serving import draft_model, scheduler, speculation, verifying
 from xtrain.serving import engine as engine_module
 from xtrain.serving.requests import make_requests
@@ -141,6 +143,7 @@ def test_what_is_known_to_happen_here(kind, most, ahead):
     options = dict(temperature=0.4, n=2, logprobs=1) | REPEATS
     engine = compare(PROMPTS, 24, kind, most, plain, ahead, **options)
     figures = engine.scheduler.speculation.figures()
+    assert figures.items() <= asdict(Figures.of(engine)).items()
     assert 0 < figures["drafts"] <= figures["drafted_tokens"]
     assert 0 < figures["accepted_tokens"] <= figures["drafted_tokens"]
     assert kind != "right" or figures["accepted_tokens"] == figures["drafted_tokens"]
