@@ -14,7 +14,8 @@ step
                for their tokens. Blocks that other sequences have computed for the same first tokens
                are shared. Requests with equal prompts begin together: one of them prefills, and the
                others join it in the pass that completes the prompt
-    decodes    one token for every other sequence
+    decodes    one token for every other sequence, or verifies several that were guessed
+               (speculation.py)
     prefills   the next tokens of the admitted prompts, several prompts in one pass, or part of a
                long one: so many that other sequences do not wait for long. A prompt that is
                complete gets its first token
