@@ -341,6 +341,13 @@ class Sure(Guesses):
         return [self.p**i for i in range(1, n + 1)]
 
 
+class Predicted(Sure):
+    """As prompt lookup: the token in flight must be right, too."""
+
+    def chances(self, request, n):
+        return super().chances(request, n + request.in_flight)[request.in_flight :]
+
+
 def rule(p, seconds, most=7):
     """A Speculation that has measured steps: {0: plain, rows: verifying}"""
     chosen = Speculation(Sure(p), most)
@@ -378,6 +385,7 @@ def test_how_many_tokens_are_drafted():
     assert rule(0.9, {0: 1.0}).lengths([one_request([5] * 29)], 1) == [0]
     assert rule(0.9, {0: 1.0}).lengths([one_request([5] * 27, 1)], 1) == [1]
     ahead = rule(0.4, {0: 1.0, 2: 1.2}, 1)
+    ahead.drafter = Predicted(0.4)
     assert ahead.lengths([one_request([5])], 1) == [1] and ahead.lengths(
         [one_request([5], 1)], 1
     ) == [0]

@@ -27,6 +27,7 @@ from .speculation import Rate, Timing, count_accepted
 from .verifying import Row, Verifier
 from .work import graph_size
 
+PRIOR = 0.8  # acceptance of a token before it is known: so high that drafting is tried
 AT_ONCE = 2  # tokens of a sequence in the first pass; more are prefilled before it
 
 
@@ -45,7 +46,7 @@ class Drafted:
     valid: int = 0
     start: int = 0
     draft: list[int] = field(default_factory=list)
-    rate: Rate = field(default_factory=Rate)
+    rate: Rate = field(default_factory=lambda: Rate(PRIOR))
 
 
 class DraftModel:
@@ -104,8 +105,10 @@ class DraftModel:
         """Return what the cache has of a request, after the tokens that have arrived."""
         state = request.history
         if state is None or state.blocks is not request.blocks:
-            rate = Rate() if state is None else state.rate
-            state = request.history = Drafted(request.blocks, rate=rate)
+            before = state
+            state = request.history = Drafted(request.blocks)
+            if before is not None:
+                state.rate = before.rate
         if state.draft and len(request.completion) > state.start:
             n = count_accepted(state.draft, request.completion[state.start :])
             for i in range(min(n + 1, len(state.draft))):

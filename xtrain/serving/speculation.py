@@ -66,7 +66,8 @@ class Drafter(Protocol):
 
     def chances(self, request: Request, n: int) -> list[float]:
         """Return the probabilities p_1, ..., p_i, i <= n: the first 1, ..., i tokens that it would
-        draft are all right. Empty: it would draft none."""
+        draft are all right. Empty: it would draft none. If the newest token is in flight, they are
+        those of drafts after it."""
 
     def draft(self, requests: list[Request], lengths: list[int]) -> list[list[int]]:
         """Return the next tokens of each request, at most as many as `lengths` says."""
@@ -74,10 +75,10 @@ class Drafter(Protocol):
 
 # ------------------------------------------------------------------------- prompt lookup
 class Rate:
-    """How often something was right, recent cases counting more; 1/2 before the first."""
+    """How often something was right, recent cases counting more; prior: before the first."""
 
-    def __init__(self) -> None:
-        self.right = 1.0
+    def __init__(self, prior: float = 0.5) -> None:
+        self.right = 2 * prior
         self.all = 2.0
 
     def note(self, right: bool) -> None:
@@ -156,7 +157,8 @@ class PromptLookup:
     seconds = 0.0
 
     def chances(self, request: Request, n: int) -> list[float]:
-        return self._history(request).chances(n)
+        ahead = request.in_flight  # must have been predicted, too
+        return self._history(request).chances(n + ahead)[ahead:]
 
     def draft(self, requests: list[Request], lengths: list[int]) -> list[list[int]]:
         return [self._history(r).predict(n) if n else [] for r, n in zip(requests, lengths)]
@@ -269,17 +271,16 @@ class Speculation:
     def lengths(self, requests: list[Request], size: int) -> list[int]:
         """Return how many tokens each request drafts in the next step.
 
-        size: entries of a plain step. A request whose newest token is in flight drafts as if that
-        had been drafted, too: the answer says whether it pays to wait for the token.
+        size: entries of a plain step. For requests whose newest token is in flight, the answer says
+        whether it pays to wait for it.
         """
         lengths = [0] * len(requests)
         drafts: list[tuple[float, int]] = []  # p_i, number of the request
         for number, request in enumerate(requests):
-            ahead = request.in_flight
-            room = request.room - len(request.completion) - 1
-            if request.constraint is None and room > ahead:
-                n = min(room, self.most + ahead)
-                drafts += [(p, number) for p in self.drafter.chances(request, n)[ahead:]]
+            room = request.room - len(request.completion) - request.in_flight - 1
+            if request.constraint is None and room > 0:
+                n = min(room, self.most)
+                drafts += [(p, number) for p in self.drafter.chances(request, n)]
         if not drafts:
             return lengths
         drafts.sort(key=lambda draft: -draft[0])  # stable: those of a request stay in order
