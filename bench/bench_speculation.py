@@ -1,6 +1,7 @@
 """Speculative decoding: tokens per second with drafts, compared with plain decoding.
 
-    python bench/bench_speculation.py [--only lookup acceptance none] [--models 8B 0.6B]
+    python bench/bench_speculation.py [--only none lookup acceptance draft]
+                                      [--models 8B 0.6B]
                                       [--batch 1 8 32] [--most 7] [--fast] [--layers N]
 
 Both engines run by turns in one process, on the same random weights in bf16 (the shapes of
@@ -17,6 +18,8 @@ lookup      prompt lookup, which also knows a document: the answer of plain deco
             the tokens are others, as in an edited file
 acceptance  a drafter that knows the answer of plain decoding, and gives its next token with
             probability p, else another one; drafting takes no time. The curve over p
+draft       8B alone: a draft model of the shape of Qwen3-0.6B computes its drafts, which are replaced
+            as above, to force the acceptance. The curve over p
 none        prompt lookup on a text that does not repeat: must not be slower than 0.97 x
 """
 
@@ -34,13 +37,15 @@ import xtrain
 from xtrain.device import free_cached
 from xtrain.serving.speculation import History
 
-PARTS = ["lookup", "acceptance", "none"]
+PARTS = ["none", "lookup", "acceptance", "draft"]
 NAMES = {"8B": "Qwen3-8B", "0.6B": "Qwen3-0.6B"}
 
 
 @dataclass
 class Options:
-    only: list[Literal["lookup", "acceptance", "none"]] = field(default_factory=lambda: list(PARTS))
+    only: list[Literal["none", "lookup", "acceptance", "draft"]] = field(
+        default_factory=lambda: list(PARTS)
+    )
     models: list[Literal["8B", "0.6B"]] = field(default_factory=lambda: ["8B", "0.6B"])
     batch: list[int] = field(default_factory=lambda: [1, 8, 32])  # of the 0.6B shape
     p: list[float] = field(default_factory=lambda: [0.0, 0.3, 0.5, 0.7, 0.9, 1.0])
@@ -51,6 +56,10 @@ class Options:
     rounds: int = 3  # the median counts
     fast: bool = False
     layers: int | None = None  # fewer: for a quick look
+
+
+def random_model(o, size):
+    return bench_serve.random_model(bench_serve.Options(layers=o.layers), size)
 
 
 class Knows:
@@ -90,12 +99,27 @@ def run(engine, prompts, new, documents=None):
     return stream.completions, generated / (time.perf_counter() - first)
 
 
-def compare(o, model, what, size, prompts, drafter=None, edited=None):
+def force(drafter, knows):
+    """Let a DraftModel return, and remember, other drafts than those that it computes."""
+    computed = drafter.draft
+
+    def draft(requests, lengths):
+        drafts = knows.draft(requests, [len(x) for x in computed(requests, lengths)])
+        for request, tokens in zip(requests, drafts):
+            if tokens:
+                drafter._note(request, tokens)
+        return drafts
+
+    drafter.draft = draft
+
+
+def compare(o, model, what, size, prompts, p=None, edited=None, draft_model=None):
     """Measure both engines, and record the medians."""
     B = len(prompts)
     arguments = (model, B, o.context + o.new, not o.fast)
     plain = xtrain.Engine(*arguments, reuse_prefix=False)
-    drafts = xtrain.Engine(*arguments, reuse_prefix=False, speculate=o.most)
+    more = dict(speculate=o.most, draft_model=draft_model)
+    drafts = xtrain.Engine(*arguments, reuse_prefix=False, **more)
     speculation = drafts.scheduler.speculation
     answers, _ = run(plain, prompts, o.new)
     documents = None
@@ -106,8 +130,12 @@ def compare(o, model, what, size, prompts, drafter=None, edited=None):
             other = rng.integers(0, model.config.vocab_size, len(answer))
             chosen = np.where(rng.random(len(answer)) < edited, other, np.array(answer))
             documents.append(chosen.tolist())
-    if drafter is not None:
-        speculation.drafter = Knows(prompts, answers, drafter, model.config.vocab_size)
+    if p is not None:
+        knows = Knows(prompts, answers, p, model.config.vocab_size)
+        if draft_model is None:
+            speculation.drafter = knows
+        else:
+            force(speculation.drafter, knows)
     for _ in range(2):  # compiles, captures the graphs, measures the steps
         run(drafts, prompts, o.new, documents)
     before = speculation.figures()
@@ -124,6 +152,8 @@ def compare(o, model, what, size, prompts, drafter=None, edited=None):
         if seconds is not None:
             kind = "verify" if verifying else "plain"
             steps[f"{kind} {rows}"] = round(1e3 * seconds, 3)
+    if draft_model is not None:
+        steps["draft one token"] = round(1e3 * speculation.drafter.seconds, 3)
     line = record(
         "bench_speculation",
         f"{what} {NAMES[size]}{' fast' if o.fast else ''}",
@@ -148,7 +178,7 @@ def compare(o, model, what, size, prompts, drafter=None, edited=None):
 
 def main(o: Options) -> None:
     for size in o.models:
-        model = bench_serve.random_model(bench_serve.Options(layers=o.layers), size)
+        model = random_model(o, size)
         for B in [1] if size == "8B" else o.batch:
             rng = np.random.default_rng(B)
             prompts = rng.integers(0, model.config.vocab_size, (B, o.context)).tolist()
@@ -158,7 +188,13 @@ def main(o: Options) -> None:
                 compare(o, model, "prompt lookup", size, prompts, edited=o.edited)
             if "acceptance" in o.only:
                 for p in o.p:
-                    compare(o, model, f"acceptance {p:g}", size, prompts, drafter=p)
+                    compare(o, model, f"acceptance {p:g}", size, prompts, p)
+            if "draft" in o.only and size == "8B":
+                draft_model = random_model(o, "0.6B")
+                for p in o.p:
+                    what = f"draft model, acceptance {p:g}"
+                    compare(o, model, what, size, prompts, p, draft_model=draft_model)
+                del draft_model
         del model
         gc.collect()
         free_cached("gpu")

@@ -229,7 +229,9 @@ def test_every_bfloat16_that_is_not_finite(tmp_path):
         for low in range(0, 1 << 16, 128):  # one sign and exponent
             some = stored.rows(low, 128, "w")
             if np.isfinite(values[low].astype(np.float32)):
-                assert some.read_finite(dtype).tobytes() == values[low:][:128].astype(dtype).tobytes()
+                assert (
+                    some.read_finite(dtype).tobytes() == values[low:][:128].astype(dtype).tobytes()
+                )
                 continue
             for single in (some, some.rows(0, 1, "w"), some.rows(127, 1, "w")):
                 with pytest.raises(UserError, match="not finite"):

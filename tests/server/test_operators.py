@@ -162,6 +162,8 @@ def test_metrics_have_vllm_s_names_and_count_sequences(folder):
         assert found["vllm:num_requests_waiting",] == found["vllm:num_requests_running",] == 0
         assert 0 <= found["vllm:kv_cache_usage_perc",] < 1
         assert found["vllm:num_preemptions_total",] == 0
+        for part in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            assert found[f"vllm:spec_decode_{part}_total",] == 0
         assert (
             found["vllm:prefix_cache_queries_total",] >= found["vllm:prefix_cache_hits_total",] > 0
         )

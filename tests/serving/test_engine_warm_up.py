@@ -15,6 +15,7 @@ from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.runtime.launch import note_launches
 from xtrain.nn.cuda_graph import EAGER_CALLS
 from xtrain.serving.runner import Runner
+from xtrain.serving.speculation import Speculation
 from xtrain.serving.warm_up import compile_ahead, every_launch, run_requests, warm_up
 from xtrain.simulator import SimArray
 
@@ -188,6 +189,36 @@ def test_every_number_of_rows(model):
         with note_launches() as needed:
             engine.generate([[1] * n], 1)
         assert needed and needed.keys() <= known.keys(), n
+
+
+class Eager(Speculation):
+    """Drafts whatever the time is."""
+
+    def _count(self, drafts, B, size):
+        return len(drafts)
+
+
+class Drafting(Engine):
+    speculation_type = Eager
+
+
+@pytest.mark.parametrize("model", ["fp32", "bf16", "bf16, batch-invariant"])
+@pytest.mark.parametrize("draft_model", [False, True])
+def test_drafts_need_no_other_kernel(model, draft_model):
+    config, precision, _ = MODELS[model]
+    more = {}
+    if draft_model:
+        more["draft_model"] = Transformer(config, None, "sim", precision, trainable=False)
+    engine = make(model, "sim", Drafting, speculate=3, **more)
+    with note_launches() as known:
+        for each in engine.runners:
+            each.every_shape(engine.sizes.prefill_tokens)
+    for n, options in ((1, {}), (2, {}), (5, dict(repetition_penalty=1.3, logprobs=2))):
+        with note_launches() as needed:
+            engine.generate([[1] * 20] * n, 9, **options)
+        missing = [s.kernel.py_func.__name__ for key, s in needed.items() if key not in known]
+        assert needed and not missing
+    assert engine.scheduler.speculation.accepted_tokens
 
 
 class Forgetful(Runner):

@@ -200,6 +200,13 @@ def test_seeds_and_sampling(folder, capsys):
     )
 
 
+def test_drafts(folder, capsys):
+    call = ["--model", folder, "def f", *OPTIONS, "--batch-invariant", "--temperature", "1"]
+    plain = run(capsys, *call)[1]
+    for more in (["--speculate", "4"], ["--speculate", "4", "--draft", folder]):
+        assert run(capsys, *call, *more)[:2] == (0, plain)
+
+
 def test_samples(folder, capsys):
     """Several texts per prompt; the first ones do not depend on how many there are."""
     hot = ["--model", folder, "def f", "x", *OPTIONS, "--temperature", "1.2"]

@@ -108,6 +108,10 @@ def test_tokenizers(capsys, mine, tmp_path_factory):
     make_folder(other, Tokenizer.train(TEXT, 260), vocab_size=270)
     (other / "tokenizer.json").write_bytes((mine / "tokenizer.json").read_bytes())
     refused(capsys, other, f"the tokenizer has {TOKENIZER.vocab_size} tokens, the model only 270")
+    refused(capsys, mine, "drafts nothing: set speculate", more=["--draft", mine])
+    make_folder(other, Tokenizer.train([TEXT[0][::-1]], 300))
+    more = ["--speculate", "4", "--draft", other]
+    refused(capsys, mine, "has another tokenizer than", "of the same family", more=more)
     for content in (b"", b"{}", b"\xff\xfe", b"[" * 10**5, b'{"model": {"type": "BPE"}}'):
         (mine / "tokenizer.json").write_bytes(content)
         refused(capsys, mine, "tokenizer.json")

@@ -27,6 +27,7 @@ from .speculation import Rate, Timing, count_accepted
 from .verifying import Row, Verifier
 from .work import graph_size
 
+PRIOR = 0.8  # acceptance of a token before it is known: so high that drafting is tried
 AT_ONCE = 2  # tokens of a sequence in the first pass; more are prefilled before it
 
 
@@ -45,7 +46,7 @@ class Drafted:
     valid: int = 0
     start: int = 0
     draft: list[int] = field(default_factory=list)
-    rate: Rate = field(default_factory=Rate)
+    rate: Rate = field(default_factory=lambda: Rate(PRIOR))
 
 
 class DraftModel:
@@ -62,6 +63,7 @@ class DraftModel:
         self.verifier = Verifier(self.runner, AT_ONCE - 1)
         self.runner.verifier = self.verifier
         self.prefill_tokens = prefill_tokens
+        self.size = 0  # of the decoding steps
         self.timing = Timing()
 
     @property
@@ -84,18 +86,17 @@ class DraftModel:
             self.runner.batch.upload_tables()
             passes = [self._first(chosen)]
             for place in range(1, max(wanted)):
-                active = [request for request, n in zip(chosen, wanted) if n > place]
-                passes.append(self._next(active, place))
+                passes.append(self._next(chosen, wanted, place))
             self.runner.arrival()()
         if not filled:
             self.timing.note((time.perf_counter() - start) / max(wanted))
         drafts: dict[Request, list[int]] = {request: [] for request in requests}
-        for place, ids in enumerate(passes):
-            active = [request for request, n in zip(chosen, wanted) if n > place]
-            for request, token in zip(active, ids.tolist()):
-                if token >= 0 and len(drafts[request]) == place:  # else the logits were NaN
-                    drafts[request].append(token)
-        for request in chosen:
+        for request, n in zip(chosen, wanted):
+            for ids in passes[:n]:
+                token = int(ids[request.slot])
+                if token < 0:  # the logits are NaN
+                    break
+                drafts[request].append(token)
             self._note(request, drafts[request])
         return list(drafts.values())
 
@@ -104,8 +105,10 @@ class DraftModel:
         """Return what the cache has of a request, after the tokens that have arrived."""
         state = request.history
         if state is None or state.blocks is not request.blocks:
-            rate = Rate() if state is None else state.rate
-            state = request.history = Drafted(request.blocks, rate=rate)
+            before = state
+            state = request.history = Drafted(request.blocks)
+            if before is not None:
+                state.rate = before.rate
         if state.draft and len(request.completion) > state.start:
             n = count_accepted(state.draft, request.completion[state.start :])
             for i in range(min(n + 1, len(state.draft))):
@@ -137,8 +140,8 @@ class DraftModel:
 
     # ------------------------------------------------------------------------- tokens
     def _first(self, requests: list[Request]) -> np.ndarray:
-        """Launch the pass that draws the first draft of each request. Return the ids, which arrive
-        later."""
+        """Launch the pass that draws the first draft of each request. Return the ids of the slots,
+        which arrive later."""
         rows = [Row(request, 0, request.completion[-1]) for request in requests]
         for request in requests:
             missing = range(self._state(request).valid - request.length + 1, 0)
@@ -148,16 +151,21 @@ class DraftModel:
         ids = to_device(np.zeros(n, np.int32), self.model.device)
         self.runner.sample(logits[:n], ids, self.verifier.batch.first(n), False, False, False)
         self.runner.batch.ids[[request.slot for request in requests]] = ids
-        return to_host_later(ids)
+        return to_host_later(self.runner.batch.ids.copy())
 
-    def _next(self, requests: list[Request], place: int) -> np.ndarray:
-        """Launch a step that draws the draft after the one at this place. Return as _first."""
+    def _next(self, requests: list[Request], wanted: list[int], place: int) -> np.ndarray:
+        """Launch a step that draws the draft after the one at this place. Return as _first.
+
+        wanted: tokens that each request drafts.
+        """
         batch = self.runner.batch
-        slots = [request.slot for request in requests]
-        batch.mark_idle_except(slots)
-        lengths = [request.length - 1 + place for request in requests]
-        batch.write_counters(slots, lengths, [len(r.completion) + place for r in requests])
-        batch.state.upload()
-        size = graph_size(max(slots) + 1, self.runner.max_batch)
-        self.runner.run_part(self.runner.decode, size, False, False, False)
-        return to_host_later(batch.ids[slots])
+        if place == 1 or place in wanted:  # else the device has counted on
+            active = [request for request, n in zip(requests, wanted) if n > place]
+            slots = [request.slot for request in active]
+            batch.mark_idle_except(slots)
+            lengths = [request.length - 1 + place for request in active]
+            batch.write_counters(slots, lengths, [len(r.completion) + place for r in active])
+            batch.state.upload()
+            self.size = graph_size(max(slots) + 1, self.runner.max_batch)
+        self.runner.run_part(self.runner.decode, self.size, False, False, False)
+        return to_host_later(batch.ids.copy())

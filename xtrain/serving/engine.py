@@ -14,7 +14,8 @@ step
                for their tokens. Blocks that other sequences have computed for the same first tokens
                are shared. Requests with equal prompts begin together: one of them prefills, and the
                others join it in the pass that completes the prompt
-    decodes    one token for every other sequence
+    decodes    one token for every other sequence, or verifies several that were guessed
+               (speculation.py)
     prefills   the next tokens of the admitted prompts, several prompts in one pass, or part of a
                long one: so many that other sequences do not wait for long. A prompt that is
                complete gets its first token
@@ -90,6 +91,10 @@ class Engine:
     In batch-invariant mode the logits have the bits of `with xtrain.batch_invariant(): model(ids)`,
     also where blocks are shared and after a preemption: products have a fixed number of rows, and
     decoding uses the attention of prefill.
+
+    With `speculate` a step may verify several guessed tokens of a sequence (speculation.py). In
+    batch-invariant mode that changes neither tokens nor log-probabilities. Sequences with a grammar
+    guess none.
 
     New weights are detected if AdamW has written them or if they are assigned, as in
     `parameter.data = x`; if they are written in place, call `forget_prefixes`. Weights in int8 or

@@ -199,7 +199,9 @@ class EngineOptions:
     def _check_draft(self, draft: Transformer, model: Transformer, max_seq_len: int) -> None:
         """Raise UserError if the draft model does not fit the model."""
         if not self.speculate:
-            raise UserError("a draft model drafts nothing: set speculate to 1 or more, such as 4")
+            raise UserError(
+                "without speculate a draft model drafts nothing: set speculate to 1 or more"
+            )
         own = draft.config
         if own.vocab_size != model.config.vocab_size or draft.device != model.device:
             raise UserError(

@@ -44,6 +44,7 @@ LONGEST_MATCH = 8  # tokens that are compared: longer matches are as good
 MEMORY = 0.95  # what an observation counts for after the next one
 TIMES = 8  # that are kept of each Timing
 UNTIMED = 3  # of a kind of step
+FORGOTTEN = 500  # results
 
 
 def count_accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:
@@ -65,7 +66,8 @@ class Drafter(Protocol):
 
     def chances(self, request: Request, n: int) -> list[float]:
         """Return the probabilities p_1, ..., p_i, i <= n: the first 1, ..., i tokens that it would
-        draft are all right. Empty: it would draft none."""
+        draft are all right. Empty: it would draft none. If the newest token is in flight, they are
+        those of drafts after it."""
 
     def draft(self, requests: list[Request], lengths: list[int]) -> list[list[int]]:
         """Return the next tokens of each request, at most as many as `lengths` says."""
@@ -73,10 +75,10 @@ class Drafter(Protocol):
 
 # ------------------------------------------------------------------------- prompt lookup
 class Rate:
-    """How often something was right, recent cases counting more; 1/2 before the first."""
+    """How often something was right, recent cases counting more; prior: before the first."""
 
-    def __init__(self) -> None:
-        self.right = 1.0
+    def __init__(self, prior: float = 0.5) -> None:
+        self.right = 2 * prior
         self.all = 2.0
 
     def note(self, right: bool) -> None:
@@ -155,7 +157,8 @@ class PromptLookup:
     seconds = 0.0
 
     def chances(self, request: Request, n: int) -> list[float]:
-        return self._history(request).chances(n)
+        ahead = request.in_flight  # must have been predicted, too
+        return self._history(request).chances(n + ahead)[ahead:]
 
     def draft(self, requests: list[Request], lengths: list[int]) -> list[list[int]]:
         return [self._history(r).predict(n) if n else [] for r, n in zip(requests, lengths)]
@@ -185,27 +188,45 @@ class Timing:
         self.times.append(seconds)
         del self.times[UNTIMED:-TIMES]
 
+    def forget(self) -> None:
+        """Begin again, without first cases that do not count."""
+        del self.times[UNTIMED:]
+
     @property
     def seconds(self) -> float | None:
         return min(self.times[UNTIMED:], default=None)
 
 
 class StepTimes:
-    """The Timing of steps by kind (verifying?) and size: the time between two results."""
+    """The Timing of steps by kind (verifying?) and size: the time between two results.
+
+    A time is known until FORGOTTEN other results have come; then such a step is tried again.
+    """
 
     def __init__(self) -> None:
         self.of: dict[tuple[bool, int], Timing] = collections.defaultdict(Timing)
+        self.noted: dict[tuple[bool, int], int] = {}  # number of the newest result
+        self.results = 0
         self.last = 0.0
 
     def arrived(self, verifying: bool, size: int, now: float) -> None:
         """Note that the results of a step of this kind have arrived. size: 0 for a prefill."""
+        self.results += 1
         if size:
-            self.of[verifying, size].note(now - self.last)
+            kind = verifying, size
+            timing = self.of[kind]
+            if self.results - self.noted.get(kind, 0) > FORGOTTEN:
+                timing.forget()
+            timing.note(now - self.last)
+            self.noted[kind] = self.results
         self.last = now
 
     def seconds(self, verifying: bool, size: int) -> float | None:
         """Return the time of a step; None if it is not known."""
-        return self.of[verifying, size].seconds
+        kind = verifying, size
+        if self.results - self.noted.get(kind, 0) > FORGOTTEN:
+            return None
+        return self.of[kind].seconds
 
 
 class Speculation:
@@ -250,17 +271,16 @@ class Speculation:
     def lengths(self, requests: list[Request], size: int) -> list[int]:
         """Return how many tokens each request drafts in the next step.
 
-        size: entries of a plain step. A request whose newest token is in flight drafts as if that
-        had been drafted, too: the answer says whether it pays to wait for the token.
+        size: entries of a plain step. For requests whose newest token is in flight, the answer says
+        whether it pays to wait for it.
         """
         lengths = [0] * len(requests)
         drafts: list[tuple[float, int]] = []  # p_i, number of the request
         for number, request in enumerate(requests):
-            ahead = request.in_flight
-            room = request.room - len(request.completion) - 1
-            if request.constraint is None and room > ahead:
-                n = min(room, self.most + ahead)
-                drafts += [(p, number) for p in self.drafter.chances(request, n)[ahead:]]
+            room = request.room - len(request.completion) - request.in_flight - 1
+            if request.constraint is None and room > 0:
+                n = min(room, self.most)
+                drafts += [(p, number) for p in self.drafter.chances(request, n)]
         if not drafts:
             return lengths
         drafts.sort(key=lambda draft: -draft[0])  # stable: those of a request stay in order

@@ -113,6 +113,8 @@ class Verifier:
     def every_shape(self) -> None:
         """Compute logits of every size, for note_launches: the results mean nothing."""
         self.runner.use_adapters(self.batch.device["adapter"])
+        ids = self.batch.ids[:1]
+        without_wrong(ids, ids, ids)  # CuPy compiles when it runs
         size = 2
         while size <= self.max_rows:
             self.logits(size)
@@ -163,9 +165,15 @@ class Verifier:
             rows = slice(start, start + count)
             if start:
                 before = slice(start - len(slots), start - len(slots) + count)
-                slots = slots[:count].copy()
-                slots[ids_N[before] != self.batch.ids[rows]] = -1
+                slots = without_wrong(slots[:count], ids_N[before], self.batch.ids[rows])
             own = {name: column[rows] for name, column in columns.items()} | {"penalty_slot": slots}
             pieces.append(runner.sample(logits[rows], ids_N[rows], own, True, scored, masked))
             start += count
         return ids_N, pieces
+
+
+def without_wrong(slots: Array, drawn: Array, drafts: Array) -> Array:
+    """Return a copy of the slots, -1 where the draft is another token than the drawn one."""
+    slots = slots.copy()
+    slots[drawn != drafts] = -1
+    return slots

@@ -147,7 +147,6 @@ def decode_attention_ref(
     scale,
     window=0,
     scales_RGS2=None,
-    append=True,
 ):
     """decode_attention in NumPy -> o (B, C). Appends to the caches in place. Computes in qkv's
     dtype, at least in float32."""
@@ -165,7 +164,7 @@ def decode_attention_ref(
     for i, b in enumerate(live_B):
         t = lengths_B[b]
         blocks = tables_BM[b, : t // S + 1]
-        if append and 0 <= blocks[-1] < R:
+        if 0 <= blocks[-1] < R:
             new = (x[i].astype(qkv_BP.dtype) for x in (k_NGD, v_NGD))
             write_token_ref(k_RGSD, v_RGSD, scales_RGS2, blocks[-1], t % S, *new)
         if not ((blocks >= 0) & (blocks < R)).all():
@@ -395,7 +394,8 @@ def decode_attention(
     scales (R, G, S, 2): if given, k and v are uint8 codes and these their scales (kv_codes.py); on
     a GPU qkv is bf16 then, and D is at least 32.
     append: False: the keys and values of all rows are in the cache already, so several rows may be
-    tokens of one sequence. (The kernel of batch-invariant mode writes the same bits again.)
+    tokens of one sequence. (The reference and the kernel of batch-invariant mode write the same
+    bits again.)
     cache_ready: the previous kernel writes neither the cache nor lengths or tables, so they may be
     read before it ends.
 
@@ -416,7 +416,7 @@ def decode_attention(
     if on_host(*arguments[:7], *weights, *([scales_RGS2] if codes else [])):
         lengths = np.where(lengths_B < M * S, lengths_B + 1, 0)
         check_blocks(op, tables_BM, lengths, R, S)
-        return decode_attention_ref(*arguments, eps, scale, window, scales_RGS2, append)
+        return decode_attention_ref(*arguments, eps, scale, window, scales_RGS2)
     _check_for_gpu(op, qkv_BP, k_RGSD, v_RGSD, codes)
     o_BC = empty(qkv_BP, (B, H * D))
     cos = cos_PR.reshape(-1)
