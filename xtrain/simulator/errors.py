@@ -59,6 +59,7 @@ KINDS = {
     "partial_warp": Kind("warning", True, "a mask that contains lanes that the block does not have"),
     "collective": Kind("error", True, "a warp function with an invalid mask, lane or type"),
     "async": Kind("error", True, "an asynchronous copy or product that is not waited for"),
+    "stream": Kind("error", True, "work on two streams, or on a stream and the host, in no order"),
     "division_by_zero": Kind("error", True, "// or % of integers by zero"),
     "shift": Kind("error", True, "a shift by a negative number of bits, or by 64 or more"),
     "float_to_integer": Kind("error", True, "NaN, infinity or a float out of range converted to an integer"),
