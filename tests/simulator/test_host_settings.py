@@ -104,7 +104,9 @@ def one_each(o):
 def test_a_long_launch_says_how_long(monkeypatch, capsys):
     run(one_each, 6, 2, np.zeros(12))
     assert capsys.readouterr().err == ""
-    seconds = iter([0.0, 0.1, 0.2, 6, 12, 18, 36, 40, 40])  # two calls around the first block, one at the start
+    seconds = iter(
+        [0.0, 0.1, 0.2, 6, 12, 18, 36, 40, 40]
+    )  # two calls around the first block, one at the start
     monkeypatch.setattr(progress.time, "perf_counter", lambda: next(seconds))
     run(one_each, 6, 2, np.zeros(12))
     assert capsys.readouterr().err.splitlines() == [
