@@ -20,9 +20,8 @@ import numpy as np
 
 from xtrain import simulator
 from xtrain.simulator.observers import ATOMIC, WRITE, Observer, observe
+from xtrain.simulator.performance import SECTOR, passes, sectors
 from xtrain.simulator.recording import parameters, width
-
-SECTOR = 32  # bytes: the unit in which memory and caches of NVIDIA GPUs transfer data
 
 
 class Access(NamedTuple):
@@ -92,19 +91,15 @@ class Trace:
     def traffic(self, array=None, write=None) -> Traffic:
         """Global-memory sectors that the warps request, ignoring caches."""
         requests = self.requests(array, write)
-        sectors = sum(len({a.index * a.bytes // SECTOR for a in r}) for r in requests)
+        moved = sum(sectors(a.index * a.bytes for a in r) for r in requests)
         wanted = sum(a.bytes for r in requests for a in r)
-        return Traffic(len(requests), sectors, wanted)
+        return Traffic(len(requests), moved, wanted)
 
     def bank_conflicts(self, array=None) -> list[int]:
         """For every warp access to shared memory: the number of passes that bank conflicts require. 1: no conflict."""
         ways = []
         for request in self.requests(array, None, "shared"):
-            words = defaultdict(set)
-            for a in request:
-                word = a.index * a.bytes // 4
-                words[word % 32].add(word)
-            ways.append(max(len(w) for w in words.values()))
+            ways.append(passes(a.index * a.bytes // 4 for a in request))
         return ways
 
 

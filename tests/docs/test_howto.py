@@ -264,7 +264,7 @@ PROGRAMS = (
     "train", "finetune", "reinforce", "ddp", "generate", "chat", "serve", "evaluate", "report", "compare", "profile", "export", "lesson", "doctor"
 )  # fmt: skip
 OTHERS = {  # options of other programs, of the benches, of `lesson start`
-    "--allow", "--apart", "--check", "--cuda-allow", "--cuda-enable", "--cuda-processes", "--cuda-report", "--emulate", "--enable", "--force", "--hopper", "--install", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--shm-size", "--shots", "--simulate-cuda", "--strict", "--time-only", "--tool", "--version",
+    "--allow", "--apart", "--check", "--cuda-allow", "--cuda-enable", "--cuda-processes", "--cuda-report", "--cuda-schedules", "--cuda-seed", "--emulate", "--enable", "--force", "--hopper", "--install", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--schedules", "--shm-size", "--shots", "--simulate-cuda", "--strict", "--time-only", "--tool", "--version",
 }  # fmt: skip
 
 

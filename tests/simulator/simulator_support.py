@@ -98,7 +98,7 @@ REFUSED = {
     "functions that wait for other threads, passed on inside a kernel": ("def g(): cuda.syncthreads()\n    def h(f): f()\n    h(g)", "do not pass it on"),
 }  # fmt: skip
 NOT_MODELLED = {
-    "time: `nanosleep`, clocks, occupancy, caches, bank conflicts": "the simulator has no clock; lessons measure on a GPU",
+    "time: `nanosleep`, clocks, occupancy, caches": "the simulator has no clock; lessons measure on a GPU",
     "scheduling within a warp": "lanes run one after the other; `activemask` gives the lanes that reach the same call",
     "the number of blocks that are resident at once, unless `run(..., resident=n)` gives it": "every block of a grid may wait for every other",
     "rounding of fast approximations": "`fast_expf` and the like are correctly rounded",

@@ -152,6 +152,7 @@ def test_managed_and_pinned_arrays():
     scale[1, 4](p, m, 2)
     assert (p == 2).all()
     fill[1, 4](m, 5)
+    cuda.synchronize()
     assert (m == 5).all()
     with cuda.mapped(np.zeros(3)) as d:
         fill[1, 4](d, 6)

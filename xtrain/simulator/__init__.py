@@ -23,6 +23,8 @@ block, threads, file and lines. Its subclasses:
                         operands are changed, before it is known to be complete; a descriptor that
                         does not describe a tile (engines.py,
                         kernels/primitives/hopper_simulated.py)
+    StreamError         two operations on streams, or an operation and the host, access the same bytes
+                        in no order (streams.py)
     CollectiveError     a warp function in a block that is not whole warps, a mask without the
                         calling lane, a shuffle from a lane that does not take part
     KernelError         anything else: too much shared memory, an integer divided by zero, a Python
@@ -82,6 +84,7 @@ if TYPE_CHECKING:
     from .intrinsics import simulates
     from .observers import observe
     from .stepper import Stepper
+    from .streams import StreamError
 
 __all__ = [
     "KINDS",
@@ -94,6 +97,7 @@ __all__ = [
     "SimArray",
     "Site",
     "Stepper",
+    "StreamError",
     "UninitializedError",
     "check",
     "cuda",
@@ -111,6 +115,7 @@ __all__ = [
 _API = "SimArray", "check", "empty", "mark_unwritten", "mark_written", "record", "run", "sim"
 _HOME = {
     "Stepper": "stepper",
+    "StreamError": "streams",
     "observe": "observers",
     "simulate": "host",
     "simulates": "intrinsics",

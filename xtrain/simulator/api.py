@@ -83,6 +83,43 @@ def run(
     Raises the first finding: KernelError or a subclass (see the module's docstring); the arrays
     then hold what was written up to the error.
     """
+    launched(
+        kernel,
+        grid,
+        block,
+        *args,
+        shared=shared,
+        overlap=overlap,
+        allow=allow,
+        enable=enable,
+        warn=warn,
+        raised=raised,
+        processes=processes,
+        resident=resident,
+        cooperative=cooperative,
+        schedules=schedules,
+        seed=seed,
+    )
+
+
+def launched(
+    kernel,
+    grid,
+    block,
+    *args,
+    shared=0,
+    overlap=False,
+    allow=(),
+    enable=(),
+    warn=None,
+    raised=(),
+    processes=1,
+    resident=None,
+    cooperative=None,
+    schedules=1,
+    seed=None,
+) -> Launch:
+    """`run`, which returns the launch that has run."""
     orders = orders_of(schedules, seed)
     reported = reported_kinds(allow, orders.kinds(enable))
 
@@ -105,6 +142,7 @@ def run(
             for finding in launch.found.values():
                 if warn is not None and finding.severity == "warning":
                     warn(finding)
+    return launch
 
 
 def check(

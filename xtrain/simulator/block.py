@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from . import deadlocks, errors, observers, processes, releases
+from . import deadlocks, errors, observers, performance, processes, releases
 from .early import EarlyThread
 from .engines import Engines
 from .errors import CollectiveError, DeadlockError, KernelError, Site, UninitializedError
@@ -151,6 +151,8 @@ class Launch:
         # (first byte, end) of a tensor -> did a copy of this launch write it?
         self.copies: dict = {}
         self.observers = observers.current()
+        if performance.KINDS & self.reported:
+            self.observers += (performance.Performance(self.reported),)
         self.let_next_early = False  # it called let_next_start before it waited itself: early.py
 
     def _check_size(self, shared):
@@ -214,6 +216,8 @@ class Launch:
             given += self.previous_args
             copies = {**self.previous_copies, **copies}
         previous.last = written, given, copies
+        for observer in self.observers:
+            observer.finished(self)
 
     def _run_blocks(self):
         x, y, z = map(int, self.grid)

@@ -1,19 +1,23 @@
 """The simulated GPU: its device, context, streams and events. Every operation is complete when the
-call returns."""
+call returns; streams.py reports what may not be complete then on a GPU."""
 
 import asyncio
 import contextlib
+import itertools
 import time
 import warnings
 from typing import NamedTuple
 
-from . import device_array
+from . import device_array, streams
 from .block import MAX_GRID_YZ, MAX_THREADS, MAX_Z, SHARED, STATIC_SHARED
 from .device_array import DeviceArray, DeviceMemory, allocate, allocated
 
 COMPUTE_CAPABILITY = (9, 0)  # whose limits block.py checks
 BLOCKS_PER_MULTIPROCESSOR = 32
 MEMORY = 2**34  # bytes that the device claims to have
+
+
+_handles = itertools.count(0x1000)
 
 
 class CudaSupportError(RuntimeError):
@@ -43,19 +47,22 @@ class Stream:
         return f"<{'External ' if self.external else ''}CUDA stream {self.handle} on {CONTEXT}>"
 
     def synchronize(self):
-        pass
+        streams.host_waits(self)
 
     @contextlib.contextmanager
     def auto_synchronize(self):
         yield self
+        self.synchronize()
 
     def add_callback(self, callback, arg=None):
         try:
-            callback(self, 0, arg)
+            with streams.callback(self):
+                callback(self, 0, arg)
         except Exception as error:
             warnings.warn(f"Exception in stream callback: {error}", stacklevel=2)
 
     def async_done(self):
+        self.synchronize()
         future = asyncio.get_running_loop().create_future()
         future.set_result(self)
         return future
@@ -67,18 +74,21 @@ class Event:
     def __init__(self, timing: bool = True):
         self.timing = timing
         self.time = None
+        self.clock: dict = {}  # what precedes it: streams.py
 
     def record(self, stream=0):
         self.time = time.perf_counter()
+        self.clock = streams.recorded(stream)
 
     def query(self) -> bool:
+        self.synchronize()  # the program may know then that it has ended
         return True
 
     def wait(self, stream=0):
-        pass
+        streams.wait(stream, self.clock)
 
     def synchronize(self):
-        pass
+        streams.host_waits_for(self.clock)
 
     def elapsed_time(self, evtend) -> float:
         """Milliseconds between two recorded events."""
@@ -158,9 +168,14 @@ class Context:
         return "<CUDA context of device 0>"
 
     def synchronize(self):
+        streams.host_waits_for_all()
+
+    reset = synchronize
+
+    def push(self):
         pass
 
-    push = pop = reset = prepare_for_use = synchronize
+    pop = prepare_for_use = push
 
     def get_memory_info(self):
         return MemoryInfo(free=max(MEMORY - allocated(), 0), total=MEMORY)
@@ -179,7 +194,7 @@ class Context:
         yield
 
     def create_stream(self):
-        return Stream(id(object()))
+        return Stream(next(_handles))
 
     def create_external_stream(self, ptr: int):
         return Stream(ptr, external=True)
@@ -284,7 +299,12 @@ def cuda_error():
 
 
 def nothing(*args, **kwargs):
-    """cuda.synchronize, cuda.close, cuda.profile_start, cuda.profile_stop"""
+    """cuda.profile_start, cuda.profile_stop"""
+
+
+def synchronize():
+    """cuda.synchronize, cuda.close"""
+    CONTEXT.synchronize()
 
 
 def detect():
@@ -345,7 +365,8 @@ HOST_FUNCTIONS = {
             "list_devices", "mapped", "pinned", "require_context", "select_device", "stream",
         )
     },
-    **dict.fromkeys(("close", "profile_start", "profile_stop", "synchronize"), nothing),
+    **dict.fromkeys(("profile_start", "profile_stop"), nothing),
+    **dict.fromkeys(("close", "synchronize"), synchronize),
     "_auto_device": device_array.auto_device,
     "default_stream": CONTEXT.get_default_stream,
     "defer_cleanup": CONTEXT.defer_cleanup,

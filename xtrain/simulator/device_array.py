@@ -11,7 +11,7 @@ import weakref
 
 import numpy as np
 
-from . import frontends, settings
+from . import frontends, settings, streams
 from .memory import _Bytes
 from .unwritten import extent, mark_unwritten, mark_written
 
@@ -92,6 +92,17 @@ def _new(shape, dtype, strides=None, order="C") -> np.ndarray:
         a.fill(np.nan)
     else:
         raw.fill(0x7F)
+    return a
+
+
+def _visible(shape, dtype, strides, order) -> np.ndarray:
+    """An unwritten array in new memory that the host and the device access."""
+    a = _new(shape, dtype, strides, order)
+    owner = a
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    streams.make_visible(owner)
+    weakref.finalize(owner, streams.forget, extent(owner)[0])
     return a
 
 
@@ -225,7 +236,9 @@ class DeviceArray:
             ary = np.empty_like(self.array, subok=False)
         else:
             check_array_compatibility(self.array, ary)
-        np.copyto(ary, self.array)
+        target = plain(ary)
+        streams.copied(stream or self.stream, target, self.array, [target])
+        np.copyto(target, self.array)
         return ary
 
     def copy_to_device(self, ary, stream=0):
@@ -243,6 +256,8 @@ class DeviceArray:
         else:
             sentry_contiguous(source)
         check_array_compatibility(ours, theirs)
+        theirs = plain(theirs)
+        streams.copied(stream or self.stream, ours, theirs, [theirs] if source is ary else ())
         np.copyto(ours, theirs.reshape(ours.shape))
         mark_written(self.array)
 
@@ -252,7 +267,9 @@ class DeviceArray:
     def getitem(self, item, stream=0):
         view = self._at(item)
         if view.ndim == 0 and self.dtype.names is None and not _has_ellipsis(item):
-            return view[()]  # copied to the host
+            element = np.empty_like(view)
+            streams.copied(stream or self.stream, element, view, [element])
+            return view[()]
         return DeviceArray.of(view, stream or self.stream)
 
     def __setitem__(self, item, value):
@@ -269,6 +286,8 @@ class DeviceArray:
                     f"Can't copy sequence with size {m} to array axis {left.ndim - axis} with "
                     f"dimension {n}"
                 )
+        on_host = () if right is host_view(value) is not value else [right]
+        streams.copied(stream, left, right, on_host)
         left[...] = right
         mark_written(left)
 
@@ -329,7 +348,7 @@ class DeviceArray:
             yield DeviceArray.of(self.array[first : first + section], stream or self.stream)
 
 
-class SharedArray(np.ndarray):
+class SharedArray(streams.HostArray):
     """An array that the host and the device access: managed and mapped memory."""
 
     __cuda_memory__ = True
@@ -342,6 +361,15 @@ class SharedArray(np.ndarray):
     copy_to_host = DeviceArray.copy_to_host
     copy_to_device = DeviceArray.copy_to_device
     array = property(lambda self: self.view(np.ndarray))
+
+
+class PinnedArray(streams.HostArray):
+    """An array of the host that copies in flight may access."""
+
+
+def plain(a):
+    """The same memory as a NumPy array whose accesses are not seen."""
+    return a.view(np.ndarray) if isinstance(a, streams.HostArray) else a
 
 
 def _has_ellipsis(item) -> bool:
@@ -368,19 +396,19 @@ def device_array(shape, dtype=np.float64, strides=None, order="C", stream=0):
 
 def pinned_array(shape, dtype=np.float64, strides=None, order="C"):
     """cuda.pinned_array"""
-    return _new(shape, dtype, strides, order)
+    return _visible(shape, dtype, strides, order).view(PinnedArray)
 
 
 def mapped_array(
     shape, dtype=np.float64, strides=None, order="C", stream=0, portable=False, wc=False
 ):
     """cuda.mapped_array"""
-    return _new(shape, dtype, strides, order).view(SharedArray)
+    return _visible(shape, dtype, strides, order).view(SharedArray)
 
 
 def managed_array(shape, dtype=np.float64, strides=None, order="C", stream=0, attach_global=True):
     """cuda.managed_array"""
-    return _new(shape, dtype, strides, order).view(SharedArray)
+    return _visible(shape, dtype, strides, order).view(SharedArray)
 
 
 def device_array_like(ary, stream=0):
@@ -423,10 +451,11 @@ def auto_device(obj, stream=0, copy=True, user_explicit=False):
         return obj, False
     if is_cuda_array(obj):
         return as_cuda_array(obj), False
-    a = np.array(obj, copy=None, subok=True)
+    a = plain(np.array(obj, copy=None, subok=True))
     sentry_contiguous(a)
     new = from_array_like(a, stream)
     if copy:
+        streams.copied(stream, new.array, a, [a])
         np.copyto(array_core(new.array), array_core(a))
     return new, True
 
@@ -462,6 +491,8 @@ def from_cuda_array_interface(desc, owner=None, sync=True):
         desc["shape"], desc.get("strides"), np.dtype(desc["typestr"]), "C"
     )
     address = desc["data"][0]
+    if sync and desc.get("stream"):
+        streams.host_waits(desc["stream"])
     size = math.prod(shape) and sum(s * (n - 1) for s, n in zip(strides, shape)) + dtype.itemsize
     if size and not any(
         low <= address and address + size <= end for low, end in _allocations.items()

@@ -22,8 +22,8 @@ import weakref
 
 import numpy as np
 
-from . import frontends, settings
-from .api import run
+from . import frontends, settings, streams
+from .api import launched
 from .device import BLOCKS_PER_MULTIPROCESSOR, DEVICE, THREADS_PER_BLOCK
 from .device_array import DeviceArray, auto_device, host_view, is_cuda_array
 from .errors import KernelError
@@ -129,7 +129,8 @@ def launch(self, *args):
             for a in args
         ]
         args = [value for _, value in pairs]
-    prepared = [_prepare(a, copies_back) for a in args]
+    stream = self.stream
+    prepared = [_prepare(a, copies_back, stream) for a in args]
     if argtypes is not None:
         prepared = [_cast(value, kind) for value, kind in zip(prepared, argtypes)]
     stepper = None
@@ -144,7 +145,7 @@ def launch(self, *args):
             more = dict(
                 shared=shared, warn=_warn, cooperative=most, **settings.current().keywords()
             )
-            run(kernel, grid, block, *prepared, **more)
+            streams.launched(stream, launched(kernel, grid, block, *prepared, **more))
     except KernelError as error:
         if failed is not None and stepper is not None:
             stepper.error = error
@@ -248,12 +249,12 @@ def _hint(value):
     return "in and out", value
 
 
-def _prepare(value, copies_back):
+def _prepare(value, copies_back, stream):
     """An argument as `run` takes it. copies_back: functions to call after the kernel, for arrays of
-    the host."""
+    the host, which are copied in this stream."""
     kind, value = _hint(value)
     if isinstance(value, tuple):
-        values = [_prepare(v, copies_back) for v in value]
+        values = [_prepare(v, copies_back, stream) for v in value]
         if hasattr(value, "_fields"):
             return type(value)(*values)
         return tuple(values)
@@ -263,9 +264,9 @@ def _prepare(value, copies_back):
         if isinstance(value, np.void) and kind == "in":
             return value.copy()
         return value
-    device, _ = auto_device(value, copy=kind != "out")
+    device, _ = auto_device(value, stream, copy=kind != "out")
     if kind != "in" and value.flags.writeable:
-        copies_back.append(lambda: device.copy_to_host(value))
+        copies_back.append(lambda: device.copy_to_host(value, stream))
     return device.array
 
 

@@ -59,12 +59,17 @@ KINDS = {
     "partial_warp": Kind("warning", True, "a mask that contains lanes that the block does not have"),
     "collective": Kind("error", True, "a warp function with an invalid mask, lane or type"),
     "async": Kind("error", True, "an asynchronous copy or product that is not waited for"),
+    "stream": Kind("error", True, "work on two streams, or on a stream and the host, in no order"),
     "division_by_zero": Kind("error", True, "// or % of integers by zero"),
     "shift": Kind("error", True, "a shift by a negative number of bits, or by 64 or more"),
     "float_to_integer": Kind("error", True, "NaN, infinity or a float out of range converted to an integer"),
     "int16_overflow": Kind("warning", False, "a number of more than 16 bits converted to int16; on in pytest, as an error"),
-    "order_dependent": Kind("warning", False, "a result that depends on the order of threads; on where several orders run"),
+    "order_dependent": Kind("warning", False, "a result, or a rounded atomic sum, that depends on the order of threads; on where several orders run"),
     "integer_overflow": Kind("warning", False, "a signed integer that does not fit the type it is converted to"),
+    "bank_conflict": Kind("warning", False, "speed: lanes of a warp access different words of one bank of shared memory"),
+    "uncoalesced": Kind("warning", False, "speed: lanes of a warp access many sectors of global memory"),
+    "divergent_warp": Kind("warning", False, "speed: the threads that take a branch are spread over many warps"),
+    "float64": Kind("warning", False, "speed: a float64 value is stored to an array of narrower floats"),
 }  # fmt: skip
 
 

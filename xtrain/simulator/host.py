@@ -15,7 +15,7 @@ import contextlib
 import threading
 import warnings
 
-from . import device, device_array, dispatch, frontends, settings
+from . import device, device_array, dispatch, frontends, settings, streams
 from .errors import reported_kinds
 from .orders import orders_of
 from .processes import checked
@@ -119,6 +119,7 @@ def stop():
         if _depth == 0:
             while _originals:
                 setattr(*_originals.pop())
+            streams.reset()
 
 
 @contextlib.contextmanager

@@ -64,8 +64,8 @@ class Memory:
     local array."""
 
     __slots__ = (
-        "atomics", "base", "busy", "changed", "granule", "kind", "loads", "local", "observers", "old_atomics", "old_loads",
-        "old_reads", "old_writes", "past_writes", "reading", "reads", "releases", "runs", "unread", "unset", "unwritten",
+        "atomics", "base", "busy", "changed", "granule", "kind", "loads", "local", "nbytes", "observers", "old_atomics", "old_loads",
+        "old_reads", "old_writes", "past_reads", "past_writes", "reading", "reads", "releases", "runs", "unread", "unset", "unwritten",
         "watched", "writes",
     )  # fmt: skip
 
@@ -74,7 +74,8 @@ class Memory:
         # one key per element and one thread: Thread.load and store take a short way
         self.local = kind == "local"
         self.granule = granule  # bytes per key
-        self.base = 0  # global memory: the address of key 0
+        self.base = 0  # global memory: the address of key 0, and its size
+        self.nbytes = 0
         # By threads of the running block, and by finished blocks.
         self.writes: dict = {}
         self.reads: dict = {}
@@ -85,7 +86,9 @@ class Memory:
         self.old_atomics: dict = {}
         self.old_loads: dict = {}
         self.observers: dict = {}  # key -> {thread: mark} of loads since the last atomic
-        self.past_writes: set = set()  # keys written before all blocks met
+        # keys read and written before all blocks met, or by blocks of other processes
+        self.past_reads: set = set()
+        self.past_writes: set = set()
         self.releases: dict = {}  # key of an atomic -> {domain: Released}: releases.py
         self.unset: dict = {}  # key -> the Unset that was stored there (unset.py)
         self.unread: dict = {}  # key -> (mark, read) of the last read before any write
@@ -133,6 +136,7 @@ class Memory:
     def all_in_order(self):
         """All blocks have met: their accesses precede everything that comes."""
         self.past_writes.update(self.old_writes, self.old_atomics)
+        self.past_reads.update(self.old_reads, self.old_loads)
         for shadow in (self.old_writes, self.old_reads, self.old_atomics, self.old_loads):
             shadow.clear()
 
@@ -140,6 +144,11 @@ class Memory:
     def written(self) -> set:
         """The keys that finished blocks have written."""
         return {*self.old_writes, *self.old_atomics, *self.past_writes}
+
+    @property
+    def accessed(self) -> set:
+        """The keys that finished blocks have read or written."""
+        return {*self.old_reads, *self.old_loads, *self.past_reads, *self.written}
 
     def bytes_up_to(self, keys) -> np.ndarray:
         """The bytes of global memory up to the last of some sorted keys, a row for each key."""
@@ -534,13 +543,14 @@ def global_arrays(arrays: list, bytewise=False) -> list[Array]:
             groups[-1][2].append(i)
         else:
             groups.append([low, high, [i]])
-    for base, _, members in groups:
+    for base, end, members in groups:
         granule = 0
         for i in members:
             granule = math.gcd(granule, grain(arrays[i].dtype), extents[i][0] - base)
         granule = 1 if bytewise else granule
         memory = Memory("global", granule)
         memory.base = base
+        memory.nbytes = end - base
         memory.unwritten = unwritten.of(arrays[members[0]], base, granule)
         for i in members:
             result[i] = _global_array(memory, arrays[i], extents[i], base)

@@ -6,6 +6,7 @@ with observe(MyObserver()):
 """
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -39,6 +40,12 @@ class Observer:
 
         how: READ, WRITE or ATOMIC.  value: what it reads or stores; the name of the atomic.
         """
+
+    def added(self, thread: Thread, array: Array, k: int, site: Any, old: Any, value: Any) -> None:
+        """thread has added a value to element k of array.flat, which was `old`, by an atomic."""
+
+    def finished(self, launch: Any) -> None:
+        """All blocks of the launch have ended."""
 
     def meet(self, threads: Sequence[Thread], name: str, site: Any) -> None:
         """These threads leave a barrier or a function of their warp or warpgroup together."""
@@ -124,6 +131,22 @@ class _Observed:
             self._tell(a, k, site, ATOMIC, name)
         return super()._atomic(site, a, index, name, change, **how)
 
+    def atomic_add(self, site, a, index, value):
+        old = super().atomic_add(site, a, index, value)
+        self._added(a, index, site, old, value)
+        return old
+
+    def atomic_sub(self, site, a, index, value):
+        old = super().atomic_sub(site, a, index, value)
+        self._added(a, index, site, old, -value)
+        return old
+
+    def _added(self, a, index, site, old, value):
+        k = a.locate(index)
+        if k is not None:
+            for observer in self.block.launch.observers:
+                observer.added(self, a, k, site, old, a.dtype.type(value))
+
     def _tell(self, a, k, site, how, value):
         for observer in self.block.launch.observers:
             observer.access(self, a, k, site, how, value)
@@ -143,3 +166,11 @@ def observed(kind: type[Thread]) -> type[Thread]:
     if kind is EarlyThread:
         return _ObservedEarlyThread
     return _ObservedThread
+
+
+def width(instruction, size):
+    """Return how many elements an access moves: 4 for the intrinsic load4 of float32, else 1."""
+    n = re.fullmatch(r"(?:load|store)(?:_words)?(\d+)", instruction)
+    if n:
+        return min(int(n[1]), 16 // size)
+    return 1

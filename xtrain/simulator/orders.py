@@ -145,7 +145,8 @@ def _compare(launch, memory, runs):
 
 def _changed(a, b) -> np.ndarray:
     """The flat indices of the elements that differ in their bits."""
-    rows = [np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(a.size, -1) for x in (a, b)]
+    flat = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b)]
+    rows = [x.reshape(a.size, x.size // max(a.size, 1)) for x in flat]
     return np.flatnonzero((rows[0] != rows[1]).any(axis=1))
 
 

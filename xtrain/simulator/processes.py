@@ -66,7 +66,8 @@ def run_in_children(launch, positions: list) -> bool:
     if not all(map(_independent, zip(*(accesses for accesses, _ in answers)))):
         return False
     for accesses, _ in answers:
-        for memory, (_, changed, values) in zip(launch.memories, accesses):
+        for memory, (read, changed, values) in zip(launch.memories, accesses):
+            memory.past_reads.update(read.tolist())
             memory.bytes_up_to(changed)[changed] = values
             memory.past_writes.update(changed.tolist())
     for _, text in sorted(line for _, printed in answers for line in printed):

@@ -26,7 +26,7 @@ from .engines import BASE
 from .errors import KernelError, Site
 from .intrinsics import WARPGROUP
 from .memory import Array, is_bits
-from .observers import ATOMIC, WRITE, Observer
+from .observers import ATOMIC, WRITE, Observer, width
 from .thread import Dim3
 
 WAITS = "waits"  # a thread that did not leave a barrier or a warp function
@@ -525,11 +525,3 @@ def parameters(launch):
                 (low, low + a.flat.nbytes, Place(name, "global", shape, a.dtype.itemsize, bf16))
             )
     return found
-
-
-def width(instruction, size):
-    """Return how many elements an access moves: 4 for the intrinsic load4 of float32, else 1."""
-    n = re.fullmatch(r"(?:load|store)(?:_words)?(\d+)", instruction)
-    if n:
-        return min(int(n[1]), 16 // size)
-    return 1
