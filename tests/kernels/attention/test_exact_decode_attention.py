@@ -5,7 +5,7 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import GPU, rng, to_host, to_kernel, with_bug
+from checks import GPU, planted_bugs, rng, to_host, to_kernel, with_bug
 
 from xtrain.kernels.attention import exact_decode_attention as file
 from xtrain.kernels.attention.decode_attention import decode_attention, fits_exactly
@@ -118,7 +118,7 @@ BUGS = [  # of make_tile_sums: old, new
 
 
 @pytest.mark.long
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize("old, new", BUGS, ids=[x[0] for x in BUGS])
 def test_another_order_is_found(monkeypatch, old, new):
     given = small_case()
