@@ -69,7 +69,7 @@ CASES = [  # D, H, G, T, QK-norm, positions, S, window
     (64, 3, 1, 130, True, [129], 32, 40),
     (64, 18, 1, 20, True, [19], 64, 0),  # more heads than an item has
     (64, 9, 1, 40, False, [39], 16, 0),  # more than half of a tile of heads
-    (128, 2, 1, 130, True, [129], 16, 0),
+    (128, 1, 1, 130, True, [129], 16, 0),
 ]
 LARGE = [
     (D, H, G, T, norm, [0, 1, T // 3, T - 2, T - 1], S, window)
