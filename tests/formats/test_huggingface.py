@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from checks import only_slow
 from faults import Fault, error, killed_at
 from safetensors.torch import load_file, save_file
 from twins import DEVICE, LLAMA3, batch, empty_twin, random_model, small, twin, weights
@@ -306,6 +307,7 @@ def test_a_full_disk_keeps_the_old_files(tmp_path, monkeypatch):
 
 # ----------------------------------------------------------------------------- kills and errors while writing
 KINDS = ["exchange", "two renames", "no locks", "no links"]
+EVERY_CALL = [KINDS[0], *(pytest.param(kind, marks=only_slow) for kind in KINDS[1:])]
 
 
 def on_a_disk(kind, patch):
@@ -344,7 +346,7 @@ def whole(folder, *models):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_CALL)
 def test_killed_at_every_call_a_folder_is_the_old_or_the_new_one(replaced, tmp_path, monkeypatch, kind):  # fmt: skip
     folder, work, before, after = replaced
     on_a_disk(kind, monkeypatch)

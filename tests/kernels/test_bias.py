@@ -9,6 +9,7 @@ from checks import (
     assert_as_good,
     assert_directional,
     normal,
+    planted_bugs,
     sentinels,
     to_host,
     to_kernel,
@@ -112,7 +113,7 @@ def test_no_rows_and_bad_input():
         fill_rows(to_kernel(np.zeros((2, 3))), b)
 
 
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize(
     "module, name, old, new",
     [

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, normal, sentinels, to_host, to_kernel, with_planted_bug
+from checks import GPU, normal, planted_bugs, sentinels, to_host, to_kernel, with_planted_bug
 from every_signature import launch_fp8
 from offline import check_registers, compiled, nvvm, signatures
 
@@ -326,7 +326,7 @@ def test_the_largest_of_all_ranks_decides(put):
 
 
 # ----------------------------------------------------------------------------- bugs and bad input
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize(
     "op, tiles, name, old, new",
     [

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, normal, sentinels, to_host, to_kernel, with_planted_bug
+from checks import GPU, normal, planted_bugs, sentinels, to_host, to_kernel, with_planted_bug
 from offline import check_registers, compiled, nvvm, signatures
 
 from xtrain import device
@@ -192,7 +192,7 @@ def test_without_a_bug(few_rows):
     check_against_the_reference(WHOLE)
 
 
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize(
     "shape, module, name, old, new",
     [

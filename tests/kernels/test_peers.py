@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import GPU, normal, same_bytes, to_host, to_kernel, with_planted_bug
+from checks import GPU, normal, planted_bugs, same_bytes, to_host, to_kernel, with_planted_bug
 
 from xtrain.kernels import peers as file
 from xtrain.kernels.peers import MOST, add_peers, add_peers_ref, copy_to_peers
@@ -69,7 +69,7 @@ def test_references_on_the_host():
     assert np.array_equal(a, y) and np.array_equal(b, y)
 
 
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize(
     "name, old, new",
     [

@@ -4,7 +4,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, normal, pairwise, sentinels, to_host, to_kernel, with_planted_bug
+from checks import (
+    GPU,
+    normal,
+    pairwise,
+    planted_bugs,
+    sentinels,
+    to_host,
+    to_kernel,
+    with_planted_bug,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -149,7 +158,7 @@ def test_a_gemm_dequantizes(kind):
 
 
 # ----------------------------------------------------------------------------- bugs and bad input
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize(
     "kind, name, old, new",
     [

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checks import only_slow
 
 import xtrain
 from xtrain.config import ModelConfig, TrainConfig, resolve
@@ -97,7 +98,13 @@ def command(folder, **more):
 @mpi
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script, n", [("equality.py", 4), ("resume.py", 4), ("refusals.py", 4), ("fp8_scales.py", 2)]
+    "script, n",
+    [
+        ("equality.py", 4),
+        ("refusals.py", 4),
+        pytest.param("resume.py", 4, marks=only_slow),
+        pytest.param("fp8_scales.py", 2, marks=only_slow),
+    ],
 )
 def test_checks_of(script, n, environment, tmp_path):
     code, out, err = finish(start(environment, n, HERE / "mpi" / script, tmp_path), 200)

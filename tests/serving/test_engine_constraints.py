@@ -178,7 +178,8 @@ def test_what_is_not_asked_for_is_not_computed(model, monkeypatch):
 
 
 @small_tiles()
-def test_in_the_simulator():
+@pytest.mark.parametrize("way", ["ahead"], indirect=True)  # as on a GPU
+def test_in_the_simulator(way):
     there, here = pair()
     options = dict(max_new_tokens=2, seed=3, logprobs=1, grammar=Modulo(3, vocab=21))
     (want,) = Engine(here, 1).generate(SIMULATED[1:], **options)

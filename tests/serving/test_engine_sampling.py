@@ -257,7 +257,8 @@ def test_what_is_not_asked_for_is_not_computed(model, monkeypatch):
 
 # ----------------------------------------------------------------------------- the kernels
 @small_tiles()
-def test_in_the_simulator():
+@pytest.mark.parametrize("way", ["ahead"], indirect=True)  # as on a GPU
+def test_in_the_simulator(way):
     there, here = pair()
     bias = {3: 1.0, 20: -100.0}
     options = dict(

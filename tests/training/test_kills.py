@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from checks import only_slow
 
 HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
+@only_slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_ten_kills():
     paths = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])

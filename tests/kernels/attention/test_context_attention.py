@@ -6,7 +6,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, assert_as_good, normal, rng, sentinels, to_host, to_kernel, with_bug
+from checks import (
+    GPU,
+    assert_as_good,
+    normal,
+    planted_bugs,
+    rng,
+    sentinels,
+    to_host,
+    to_kernel,
+    with_bug,
+)
 from flash_attention_cases import small_fp32_tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -304,7 +314,7 @@ PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line, dt
 @pytest.mark.parametrize(
     "module, name, old, new, dtype, S", PAGING_BUGS, ids=[x[3] for x in PAGING_BUGS]
 )
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 def test_planted_bugs_of_paging_are_found(monkeypatch, module, name, old, new, dtype, S):
     """By a wrong result, a NaN of an unused place, an access out of bounds or a race, in this file's cases."""
     factories = file.make_fp32_kernel, file.make_bf16_kernel, file.make_copy_keys

@@ -7,7 +7,7 @@ import functools
 
 import numpy as np
 import pytest
-from checks import GPU, load_changed, normal, sentinels, source_of, to_kernel
+from checks import GPU, load_changed, normal, planted_bugs, sentinels, source_of, to_kernel
 from test_context_attention import BF16, case, check, int32, prefill, run
 
 from xtrain.kernels.attention import context_attention as file
@@ -167,7 +167,7 @@ BUGS = {  # module, old, new
 
 @pytest.mark.long
 @pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 def test_planted_bugs(calls, monkeypatch, tmp_path, bug):
     """By a wrong result, a NaN of an unused place, an access out of bounds, a race or a missing fence."""
     module, old, new = BUGS[bug]

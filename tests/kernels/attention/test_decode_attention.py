@@ -11,6 +11,7 @@ from checks import (
     GPU,
     assert_as_good,
     normal,
+    planted_bugs,
     rng,
     same_bytes,
     sentinels,
@@ -426,7 +427,7 @@ PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line
 
 
 @pytest.mark.long
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize("module, name, old, new", PAGING_BUGS, ids=[x[3] for x in PAGING_BUGS])
 def test_planted_bugs_of_paging_are_found(short_splits, monkeypatch, module, name, old, new):
     """By a wrong result, a NaN of an unused place, an access out of bounds or a race, in this file's cases."""

@@ -4,7 +4,16 @@ import functools
 
 import numpy as np
 import pytest
-from checks import GPU, assert_as_good, normal, sentinels, to_host, to_kernel, with_bug
+from checks import (
+    GPU,
+    assert_as_good,
+    normal,
+    planted_bugs,
+    sentinels,
+    to_host,
+    to_kernel,
+    with_bug,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decode_attention import BF16, case, few_warps, int32, widened
@@ -209,7 +218,7 @@ BUGS = [  # module, name of a factory in it, a line, the changed line
 
 
 @pytest.mark.long
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize("module, name, old, new", BUGS, ids=[x[3] for x in BUGS])
 def test_planted_bugs_are_found(few_warps, monkeypatch, module, name, old, new):
     broken = with_bug(getattr(module, name), old, new, dict(vars(module)))[name]

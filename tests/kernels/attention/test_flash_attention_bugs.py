@@ -6,7 +6,7 @@ A copy of the kernel files with one line changed is imported in place of the rea
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import GPU, load_changed, normal, source_of
+from checks import load_changed, normal, planted_bugs, source_of
 
 from xtrain.kernels.attention import flash_attention
 from xtrain.kernels.attention.flash_attention import flash_attention_bwd_ref, flash_attention_ref
@@ -14,7 +14,7 @@ from xtrain.kernels.attention.flash_attention_table import Tiles
 from xtrain.kernels.attention.key_bounds import UNBOUNDED, KeyBounds
 from xtrain.simulator import KernelError, RaceError, UninitializedError, sim
 
-pytestmark = pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+pytestmark = planted_bugs
 
 FILES = (
     "primitives.tiles",

@@ -22,6 +22,8 @@ from xtrain.simulator import (
     sim,
 )
 
+pytestmark = [pytest.mark.slow, only_slow]
+
 FILES = (
     "primitives.hopper",
     "attention.flash_attention_hopper_sequences",
@@ -153,29 +155,10 @@ BUGS = {
     # results
     "delta forgotten": (DKDV, "dp[4 * n + j] - drop[j % 2]", "dp[4 * n + j]", WRONG, "bwd"),
 }  # fmt: skip
-FAST = (
-    "tile read before it has come",
-    "wrong parity, the wait passes",
-    "wrong parity, the producer never continues",
-    "stage not waited for",
-    "too few bytes expected",
-    "scores used before they are computed",
-    "operand changed while a product reads it",
-    "wrong stride",
-    "wrong swizzle",
-    "no fence before the results leave",
-    "stores not committed",
-    "statistics overwritten while they are read",
-    "statistics of another head",
-    "dK, dV may start while the statistics are written",
-)
-
-
-SLOW = (pytest.mark.slow, only_slow)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("bug", [b if b in FAST else pytest.param(b, marks=SLOW) for b in BUGS])
+@pytest.mark.parametrize("bug", BUGS)
 def test_bugs(planted, bug):
     file, old, new, expected, run = BUGS[bug]
     modules = planted(run, file, old, new)

@@ -5,7 +5,7 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import GPU, normal, rng, to_host, to_kernel, with_bug
+from checks import GPU, normal, planted_bugs, rng, to_host, to_kernel, with_bug
 from flash_attention_cases import small_fp32_tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -158,7 +158,7 @@ def same_bits(D, dtype, wgmma):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize(
     "module, name, old, new, D, dtype, wgmma", KERNEL_BUGS, ids=[x[1] for x in KERNEL_BUGS]
 )

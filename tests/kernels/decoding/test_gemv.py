@@ -11,6 +11,7 @@ from checks import (
     GPU,
     assert_as_good,
     normal,
+    planted_bugs,
     sentinels,
     to_host,
     to_kernel,
@@ -242,7 +243,7 @@ def run_tensor_kernel(make, stage):
     launch(tensor_kernel, 2, 64, *arrays, 2, 40, np.float32(EPS), shared=shared_bytes(2, 128))
 
 
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize(
     "w, name, old, new",
     [

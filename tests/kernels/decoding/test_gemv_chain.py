@@ -9,6 +9,7 @@ from checks import (
     GPU,
     assert_as_good,
     normal,
+    planted_bugs,
     same_bytes,
     sentinels,
     to_host,
@@ -245,7 +246,7 @@ def run_small(norm):
     check_bits(case(2, 256, 20, norm=norm, delta=norm))
 
 
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize(
     "maker, old, new, norm",
     [

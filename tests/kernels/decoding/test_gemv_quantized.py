@@ -11,6 +11,7 @@ from checks import (
     assert_as_good,
     normal,
     pairwise,
+    planted_bugs,
     sentinels,
     to_host,
     to_kernel,
@@ -219,7 +220,7 @@ def test_the_products_of_a_decoder():
 
 
 # ----------------------------------------------------------------------------- bugs and bad input
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize(
     "dtype, name, old, new",
     [
@@ -275,7 +276,7 @@ def check_fused_and_plain(dtype):
         check(y, exactly(many, w), gemv(many, w, np.float32), False)
 
 
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize(
     "name, old, new",
     [

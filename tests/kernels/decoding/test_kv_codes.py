@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, normal, same_bytes, to_host, to_kernel, with_bug
+from checks import normal, planted_bugs, same_bytes, to_host, to_kernel, with_bug
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -154,7 +154,7 @@ BUGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize("name, old, new", BUGS, ids=[x[2] for x in BUGS])
 def test_planted_bugs_are_found(monkeypatch, name, old, new):
     broken = with_bug(getattr(kv_codes, name), old, new, dict(vars(kv_codes)))[name]

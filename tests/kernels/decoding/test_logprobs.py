@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, normal, sentinels, to_host, to_kernel, with_planted_bug
+from checks import GPU, normal, planted_bugs, sentinels, to_host, to_kernel, with_planted_bug
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -167,7 +167,7 @@ BUGS = [
 
 
 @pytest.mark.long
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize("module, name, old, new", BUGS)
 def test_planted_bugs_are_found(monkeypatch, module, name, old, new):
     """The simulator reports them, or a result is wrong."""

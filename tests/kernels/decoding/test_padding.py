@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from checks import GPU, sentinels, to_host, to_kernel, with_bug
+from checks import planted_bugs, sentinels, to_host, to_kernel, with_bug
 
 from xtrain.kernels.decoding import padding
 from xtrain.kernels.decoding.padding import token_positions
@@ -47,7 +47,7 @@ def test_positions_beyond_the_table_have_no_block():
         assert blocks.tolist() == [*[4] * 16, -7, -7, -1, -1, 5, 5, -1, -1]
 
 
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 def test_planted_bugs_are_found():
     """A table that is off by one, or another sequence's."""
     args = edges_of((20, 1)), 21, int32([0, 5]), tables_of(2, 3), 16

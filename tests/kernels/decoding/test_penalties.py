@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, normal, to_host, to_kernel, with_planted_bug
+from checks import normal, planted_bugs, to_host, to_kernel, with_planted_bug
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import (
@@ -160,7 +160,7 @@ def test_bad_values():
             apply_penalties(logits, state, slots, steps, vocab)
 
 
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize("name, old, new", [
     ("make_count_kernel", "cuda.syncthreads()  # also", "pass  # also"),
     ("make_count_kernel", "sizes_R[r] = size + 1", "pass"),

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, normal, to_host, to_kernel, with_planted_bug
+from checks import GPU, normal, planted_bugs, to_host, to_kernel, with_planted_bug
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -348,7 +348,7 @@ RACES = [
 
 
 @pytest.mark.long
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize("module, name, old, new, given_", RACES)
 def test_races_are_found(monkeypatch, module, name, old, new, given_):
     monkeypatch.setattr(sampling, "SIZES", replace(SMALL, threads=64, sorters=64, keys=128))
@@ -373,7 +373,7 @@ WRONG = [
 
 
 @pytest.mark.long
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize("module, name, old, new", WRONG)
 def test_wrong_results_are_found(monkeypatch, module, name, old, new):
     """Mistakes that are no race: the rows of this test must notice each of them."""

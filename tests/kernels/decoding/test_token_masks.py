@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import GPU, normal, to_host, to_kernel, with_planted_bug
+from checks import normal, planted_bugs, to_host, to_kernel, with_planted_bug
 
 from xtrain.kernels.decoding import token_masks
 from xtrain.kernels.decoding.token_masks import TOKENS, mask_logits
@@ -52,7 +52,7 @@ def test_bad_values():
         mask_logits(x, masks, slots[:1], 32)
 
 
-@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@planted_bugs
 @pytest.mark.parametrize("old, new", [
     ("r = int64(slots_B[b])", "r = b"),
     ("if r < 0", "if r < -1"),

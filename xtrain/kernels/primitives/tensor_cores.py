@@ -203,30 +203,26 @@ def add_products(C, A, B):
 
 @simulates(mma_bf16, collective=True)
 def _mma_bf16(threads, sites, args):
-    A, B, C = (np.zeros(shape, np.float32) for shape in ((16, 16), (16, 8), (16, 8)))
-    lane_positions = [divmod(thread.lane, 4) for thread in threads]
-    for thread, site, (c, a, b), (g, t) in zip(threads, sites, args, lane_positions):
-        a, b = (_to_float32(_halves(_fragment(thread, x, n, site))) for x, n in ((a, 4), (b, 2)))
-        for j in range(4):
-            row = g + 8 * (j % 2)
-            column = 2 * t + 8 * (j // 2)
-            A[row, column : column + 2] = a[2 * j : 2 * j + 2]
-        for j in range(2):
-            B[2 * t + 8 * j : 2 * t + 8 * j + 2, g] = b[2 * j : 2 * j + 2]
-        C[[g, g, g + 8, g + 8], [2 * t, 2 * t + 1] * 2] = _fragment(thread, c, 4, site)
-    C = add_products(C, A, B)
-    for thread, site, (c, _, _), (g, t) in zip(threads, sites, args, lane_positions):
-        _set_fragment(thread, c, C[[g, g, g + 8, g + 8], [2 * t, 2 * t + 1] * 2], site)
+    fragments: tuple[list, list, list] = ([], [], [])
+    for thread, site, (c, a, b) in zip(threads, sites, args):
+        for lanes, registers, n in zip(fragments, (a, b, c), (4, 2, 4)):
+            lanes.append(_fragment(thread, registers, n, site))
+    # Lane 4 g + t has elements 2t, 2t + 1 of row g of each 8 x 8 part of A and C, and of column g
+    # of each part of B.
+    a, b = (
+        np.array([[int(pair) for pair in lane] for lane in x], np.uint32) for x in fragments[:2]
+    )
+    A = _to_float32(a.view(np.uint16)).reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4)
+    B = _to_float32(b.view(np.uint16)).reshape(8, 4, 2, 2).transpose(2, 1, 3, 0)
+    C = np.array(fragments[2], np.float32).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3)
+    C = add_products(C.reshape(16, 8), A.reshape(16, 16), B.reshape(16, 8))
+    results = C.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)
+    for thread, site, (c, _, _), result in zip(threads, sites, args, results):
+        _set_fragment(thread, c, result, site)
     return [None] * len(threads)
 
 
 def _simulated_ldmatrix(transpose):
-    # the two elements of a matrix that lane 4 g + t receives
-    if transpose:
-        received = lambda matrix, g, t: matrix[2 * t : 2 * t + 2, g]
-    else:
-        received = lambda matrix, g, t: matrix[g, 2 * t : 2 * t + 2]
-
     def run(threads, sites, args):
         matrices = np.empty((4, 8, 8), np.uint16)
         banks: list[set[int]] = [set() for _ in range(4)]
@@ -246,10 +242,11 @@ def _simulated_ldmatrix(transpose):
         n = min(map(len, banks))
         if n < 8:  # not wrong but slow; a correctly swizzled tile has no conflicts
             raise _misuse(sites[0], f"bank conflict: 8 rows of 16 bytes use {n} of 8 bank groups")
+        if transpose:
+            matrices = np.ascontiguousarray(matrices.transpose(0, 2, 1))
+        pairs = matrices.view(np.uint32)  # lane 4 g + t receives [:, g, t]
         for thread, site, (registers, *_) in zip(threads, sites, args):
-            g, t = divmod(thread.lane, 4)
-            pairs = [_pairs(received(matrix, g, t))[0] for matrix in matrices]
-            _set_fragment(thread, registers, pairs, site)
+            _set_fragment(thread, registers, pairs[(slice(None), *divmod(thread.lane, 4))], site)
         return [None] * len(threads)
 
     return run
