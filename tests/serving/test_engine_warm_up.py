@@ -29,6 +29,9 @@ MODELS = {
     "bf16, batch-invariant": (small(**WIDE), "bf16", EXACT),
     "bf16, tied, windows, without QK-norm": (small(**WIDE, qk_norm=False, **WINDOWS), "bf16", {}),
     "int8": (small(**WIDE), "bf16", dict(weights="int8")),
+    "prompt lookup": (small(**WIDE), "bf16", dict(speculate=4)),
+    "prompt lookup, batch-invariant": (small(**WIDE), "bf16", dict(speculate=4, logprobs_of="sampled", **EXACT)),
+    "draft model": (small(**WIDE | dict(n_layers=3)), "bf16", dict(speculate=4, draft_model="bf16")),
     "fp8 cache": (small(**WIDE | dict(head_dim=32)), "bf16", dict(kv_cache="fp8")),
 }  # fmt: skip
 every_model = pytest.mark.parametrize("model", MODELS)
@@ -91,7 +94,10 @@ def weights(model, device):
 
 def make(model, device, kind=Engine, max_batch=MAX_BATCH, **options):
     sizes = dict(max_batch=max_batch, max_seq_len=400, prefill_tokens=300)
-    return kind(weights(model, device), **sizes, **MODELS[model][2], **options)
+    more = dict(MODELS[model][2])
+    if "draft_model" in more:
+        more["draft_model"] = weights(more["draft_model"], device)
+    return kind(weights(model, device), **sizes, **more, **options)
 
 
 class ArrayOperations:
@@ -144,14 +150,17 @@ def in_simulator(model, max_batch=MAX_BATCH, block_tokens=64, n_blocks=84):
     Its kernels do not run, so all its tokens are 0.
     """
     engine = make(model, "sim", max_batch=max_batch, block_tokens=block_tokens)
-    limits, version = engine.make_scheduler.args
+    scheduler = engine.make_scheduler
+    limits, version = scheduler.args
     limits = dataclasses.replace(limits, n_blocks=n_blocks)
-    engine.make_scheduler = functools.partial(engine.scheduler_type, limits, version)
+    engine.make_scheduler = functools.partial(scheduler.func, limits, version, **scheduler.keywords)
     with pytest.MonkeyPatch.context() as patch, note_launches() as more:
         operations = ArrayOperations(patch)
         launches = every_launch(engine)
         run_requests(engine)
     assert more.keys() <= launches.keys()
+    if engine.scheduler.speculation is not None:  # every draft pays
+        engine.scheduler.speculation._count = lambda drafts, B, size: len(drafts)
     return engine, launches, operations.found
 
 
@@ -168,7 +177,7 @@ def serve(engine, requests, cancelled, n, top):
 
 
 @every_model
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(size=st.sampled_from(SIZES), stream=stream)
 def test_no_request_waits_for_a_compilation(model, size, stream):
     """Nothing is launched, and no operation of CuPy runs, that was not prepared."""

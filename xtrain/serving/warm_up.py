@@ -42,7 +42,8 @@ def warm_up(engine: Any) -> str:
         run_requests(engine)
     compile_noted(launches | more)
     free_cached(engine.model.device)
-    engine.runner.every_graph()
+    for runner in engine.runners:
+        runner.every_graph()
     return f"{n_compiled} kernels compiled, ready in {time.perf_counter() - start:.1f} s"
 
 
