@@ -11,7 +11,15 @@ import threading
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+from test_speculation import Drafting
 from twins import random_model, small
 
 from xtrain import Engine
@@ -75,9 +83,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.served = Engine(model(), MAX_BATCH, batch_invariant=True, prefill_tokens=5)
         self.sent, self.cancelled, self.reasons = [], set(), {}
         self.opened, self.threads, self.failed = [], [], []
+
+    @initialize(most=st.sampled_from([0, 3]))
+    def serve(self, most):
+        options = dict(batch_invariant=True, prefill_tokens=5, speculate=most)
+        self.served = Drafting(model(), MAX_BATCH, **options)
 
     # ------------------------------------------------------------------------- rules
     @rule(target=requests, calls=calls)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_ahead import AheadRunner
 from serving_state import check_nothing_is_used
+from test_engine_batch_invariant import GPU_SHAPES, gpu_model, prompts_with_common_beginnings
 from test_engine_constraints import Modulo
 from twins import random_model, small
 
@@ -89,14 +90,14 @@ def memory(sizes, kind):
     return {}
 
 
-def compare(prompts, new, kind, most=4, plain=None, ahead=False, **options):
-    """Generate with drafts and without. -> the engine with drafts"""
+def compare(prompts, new, kind, most=4, plain=None, ahead=False, served=None, **options):
+    """Generate with drafts and without. -> the engine with drafts.  served: another model than `model()`"""
+    served = served or model()
     sizes = dict(max_batch=3, batch_invariant=True) | (plain or {})
-    drafts = dict(speculate=most, draft_model=model() if kind == "model" else None)
-    engine = (DraftingAhead if ahead else Drafting)(
-        model(), **sizes | memory(sizes, kind), **drafts
-    )
-    wanted = Engine(model(), **sizes).generate(prompts, new, **options)
+    drafts = dict(speculate=most, draft_model=served if kind == "model" else None)
+    drafting = DraftingAhead if ahead else Drafting
+    engine = drafting(served, **sizes | memory(sizes, kind), **drafts)
+    wanted = Engine(served, **sizes).generate(prompts, new, **options)
     if kind != "model":
         known = answers_of(wanted, prompts, options.get("n", 1))
         engine.scheduler.speculation.drafter = Guesses(kind, known)
@@ -176,6 +177,24 @@ def test_speculate_is_checked():
     for wrong in (-1, 1.5, 1000):
         with pytest.raises(UserError, match="speculate must be a whole number from 0 to"):
             Engine(model(), speculate=wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", GPU_SHAPES.values(), ids=GPU_SHAPES)
+def test_on_a_gpu(shape, precision):
+    """With cuBLAS and CUDA graphs, which are captured in the first of these steps."""
+    served = gpu_model(precision, False, **shape)
+    prompts = prompts_with_common_beginnings(3, [300, 310, 1, 64, 257], 1000)
+    for kind, options in (
+        ("half", dict(temperature=1.0, logprobs=2)),
+        ("right", dict(temperature=1.0, n=2, **RULES)),
+        ("model", dict(seed=3)),
+        ("lookup", dict(logit_bias={7: 30.0}, logprobs=0)),
+    ):
+        plain = dict(max_batch=4, max_seq_len=1024)
+        engine = compare(prompts, 60, kind, 7, plain, served=served, **options)
+        assert engine.scheduler.speculation.accepted_tokens
 
 
 # ----------------------------------------------------------------------------- a draft model
