@@ -113,6 +113,8 @@ def test_adapters_on_a_frozen_model(folder, tmp_path):
     assert [m["ratio_error"] + m["rollout_kl"] for m in lines] == [0.0] * 3
     assert lines[0]["reference_kl"] == 0.0 < lines[-1]["reference_kl"]
     assert (run / "checkpoints" / "step-000003" / "adapter_model.safetensors").is_file()
+    more = reinforce(config_of(run, tmp_path, name="more", data=(str(folder / "prompts.jsonl"),), lora=4, steps=1), SILENT)  # fmt: skip
+    assert steps_of(more)[0]["ratio_error"] == 0.0  # trained further
 
 
 @pytest.mark.gpu

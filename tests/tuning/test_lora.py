@@ -15,6 +15,7 @@ from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.export import main as export
 from xtrain.finetune import finetune, main
+from xtrain.formats.tensor_file import read_header
 from xtrain.nn.lora import TARGETS, AdaptedTransformer, Lora
 from xtrain.serving.engine import Engine
 from xtrain.serving.pretrained import load as load_for_serving
@@ -245,9 +246,61 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder, data, capsys):
     assert main([*arguments, "--lora", "8", "--steps", "9", "--allow-change", "steps"]) == 2
     error = capsys.readouterr().err
     assert "lora was 4, is 8" in error and "--allow-change" not in error
-    again = ["--init", str(whole), "--data", str(data), "--out", str(tmp_path / "c"), "--lora", "4"]
+
+
+def test_adapters_are_trained_further(tmp_path, folder, data, capsys):
+    """From where they were, with their alpha and targets; stopped and resumed with the same bits."""
+    options = dict(lora_alpha=3.0, lora_targets=("v_proj", "up_proj"))
+    first = finetune(config_of(folder, tmp_path / "first", data, steps=3, **options), SILENT)
+    more = finetune(config_of(first, tmp_path / "more", data, steps=1, lr=1e-9), SILENT)
+    one, two = (json.loads((run / "checkpoints" / f"step-00000{n}" / "adapter_config.json").read_text()) for run, n in ((first, 3), (more, 1)))  # fmt: skip
+    assert two["lora_alpha"] == 3 and sorted(two["target_modules"]) == ["up_proj", "v_proj"]
+    assert one["base_model_name_or_path"] == two["base_model_name_or_path"]
+    before, after = (dict(Transformer.from_pretrained(run).named_parameters()) for run in (first, more))  # fmt: skip
+    for name, tensor in after.items():
+        np.testing.assert_allclose(tensor.data, before[name].data, atol=1e-6)
+    whole = finetune(config_of(first, tmp_path / "a", data, steps=4), SILENT)
+    half = finetune(config_of(first, tmp_path / "b", data, steps=4, stop_at=2), SILENT)
+    arguments = ["--data", str(data), "--out", str(tmp_path / "b"), "--name", "run", "--resume"]
+    assert main(arguments) == 0
+    assert_same_run(whole, half)
+    again = ["--init", str(first), "--data", str(data), "--out", str(tmp_path / "c"), "--lora", "8"]
     assert main(again) == 2
-    assert "holds adapters: merge them" in capsys.readouterr().err
+    assert "holds adapters of rank 4: give that to --lora" in capsys.readouterr().err
+
+
+def test_a_model_is_written_in_the_dtype_of_the_base_or_another(tmp_path, folder, capsys):
+    import ml_dtypes
+
+    dtype_of = lambda path: read_header(path / "model.safetensors")["model.norm.weight"].dtype.name
+    model = Transformer.from_pretrained(folder, "cpu")
+    base, adapters, out = tmp_path / "base", tmp_path / "adapters", tmp_path / "out"
+    assert export(["--model", str(folder), "--folder", str(base), "--dtype", "bfloat16"]) == 0
+    assert dtype_of(base) == "bfloat16" and dtype_of(folder) == "float32"
+    assert json.loads((base / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    rounded = Transformer.from_pretrained(base)
+    for (_, a), (_, b) in zip(model.named_parameters(), rounded.named_parameters(), strict=True):
+        assert np.array_equal(a.data.astype(ml_dtypes.bfloat16).astype(np.float32), b.data)
+    adapted(rounded, Lora(4, 6, TARGETS, str(base))).save_pretrained(adapters)
+    assert export(["--model", str(adapters), "--merge", str(out)]) == 0
+    assert dtype_of(out) == "bfloat16" and "merged, bfloat16" in capsys.readouterr().out
+    assert (out / "model.safetensors").stat().st_size < 1.1 * (base / "model.safetensors").stat().st_size  # fmt: skip
+    assert export(["--model", str(adapters), "--merge", str(out), "--dtype", "float32"]) == 0
+    assert dtype_of(out) == "float32"
+    twins.set_weights(model.model.norm.weight, np.full(32, 1e6, np.float32))
+    model.save_pretrained(tmp_path / "large", Tokenizer.load(folder))
+    arguments = ["--model", str(tmp_path / "large"), "--folder", str(tmp_path / "half")]
+    assert export([*arguments, "--dtype", "float16"]) == 2
+    assert "a weight is too large for float16" in capsys.readouterr().err
+    assert not (tmp_path / "half").exists()
+    for arguments, words in (
+        (["--merge", str(tmp_path / "x")], "there is nothing to merge"),
+        (["--folder", str(folder)], "holds the model: give another folder"),
+        (["--gguf", "x", "--folder", "y"], "give one of --gguf"),
+        (["--gguf", "x", "--dtype", "float16"], "--dtype is for --merge and --folder"),
+    ):
+        assert export(["--model", str(folder), *arguments]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_adapters_without_a_tokenizer(tmp_path, folder, data):

@@ -109,6 +109,11 @@ def read_adapters(folder: Path) -> dict[str, Stored]:
     return {name.removeprefix(PREFIX): tensor for name, tensor in read_header(path).items()}
 
 
+def read_targets(folder: Path) -> set[str]:
+    """Return the names of the matrices that have adapters: "q_proj"."""
+    return {name.split(".")[-3] for name in read_adapters(folder)}
+
+
 def merged(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
     """Add the adapters in `folder` to a model's tensors, on reading.
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from .generation_config import FILE as GENERATION
 from .generation_config import read_generation
 from .manifest import MANIFEST, WEIGHT_FILES, verify_weights
 from .saved_runs import CONFIG
-from .tensor_file import Stored, read_header, tensor_bytes, write_safetensors
+from .tensor_file import DTYPES, Stored, read_header, tensor_bytes, write_safetensors
 
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
 WEIGHTS = "model.safetensors"
@@ -330,12 +331,45 @@ def _check_tied(folder: Path, stored: dict[str, Stored]) -> None:
 
 
 # ----------------------------------------------------------------------------- writing
+@dataclass(frozen=True)
+class Rounded:
+    """A tensor to be written in another dtype. dtype: of DTYPES."""
+
+    tensor: Any
+    dtype: np.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    def numpy(self) -> np.ndarray:
+        """Return the values, rounded to the nearest. Raises UserError if one is out of range."""
+        with np.errstate(over="ignore"):
+            values = self.tensor.numpy().astype(self.dtype)
+        if not np.isfinite(values).all():
+            raise UserError(f"a weight is too large for {self.dtype.name}: choose another --dtype")
+        return values
+
+
+def stored_dtype(folder: Path) -> str:
+    """Return the dtype that most weights of a Hugging Face folder have: "bfloat16"."""
+    sizes: dict[str, int] = {}
+    for tensor in _find_tensors(folder).values():
+        sizes[tensor.dtype.name] = sizes.get(tensor.dtype.name, 0) + tensor.nbytes
+    return max(sizes, key=lambda name: sizes[name])
+
+
 def save(
-    model: Any, folder: Path, tokenizer: Any = None, max_shard_bytes: int = MAX_SHARD_BYTES
+    model: Any,
+    folder: Path,
+    tokenizer: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: str = "float32",
 ) -> None:
-    """Write a model (fp32) and its tokenizer as a Hugging Face folder, always with the same bytes.
+    """Write a model and its tokenizer as a Hugging Face folder, always with the same bytes.
 
     tokenizer: an xtrain Tokenizer, or anything with save_pretrained(folder)
+    dtype: of the weights: float32, bfloat16 or float16
 
     Special tokens and generation settings of the folder that the model was read from are written
     again, with the tokenizer's tokens. Files of the same name are replaced, weights of an earlier
@@ -344,11 +378,15 @@ def save(
     Raises UserError if writing fails.
     """
     with replacing(folder) as new:
-        write_files(model, new, tokenizer, max_shard_bytes)
+        write_files(model, new, tokenizer, max_shard_bytes, dtype)
 
 
 def write_files(
-    model: Any, folder: Path, tokenizer: Any = None, max_shard_bytes: int = MAX_SHARD_BYTES
+    model: Any,
+    folder: Path,
+    tokenizer: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: str = "float32",
 ) -> None:
     """Write the files of `save` into an existing folder, which the caller removes on failure.
 
@@ -378,6 +416,9 @@ def write_files(
         }
         content |= {CHANGE: model.change} if model.change else {}
     tensors = dict(sorted(model.named_parameters(), key=lambda item: item[0]))
+    if dtype != "float32":
+        kind = {x.name: x for x in DTYPES.values()}[dtype]
+        tensors = {name: Rounded(x, kind) for name, x in tensors.items()}
     write_weights(folder, tensors, max_shard_bytes, content)
 
 

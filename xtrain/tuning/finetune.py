@@ -17,7 +17,7 @@ from ..data.sources import from_standard_input
 from ..data.tokenizer import Tokenizer
 from ..device import cache_folder
 from ..errors import UserError
-from ..formats.adapters import base_folder, check_writable, is_adapter
+from ..formats.adapters import base_folder, check_writable, is_adapter, read_rank, read_targets
 from ..formats.huggingface import as_ids, read_config
 from ..formats.saved_runs import folders, model_folder
 from ..formats.texts import load_texts
@@ -44,8 +44,11 @@ class AdapterOptions(ParallelOptions, OptimizerOptions):
     """What fine-tuning and reinforcement learning share: a model in --init, all of whose weights or
     adapters are trained."""
 
-    lora: int = 0  # rank of LoRA adapters on the frozen model; 0: train all weights
-    # the adapters' product is multiplied by this / rank; none: twice the rank
+    # rank of LoRA adapters on the frozen model; 0: train all weights. If --init holds adapters of
+    # this rank, they are trained further
+    lora: int = 0
+    # the adapters' product is multiplied by this / rank; none: twice the rank, or that of the
+    # adapters in --init
     lora_alpha: float | None = None
     # all, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
     lora_targets: tuple[str, ...] = ("all",)
@@ -88,15 +91,23 @@ class AdapterOptions(ParallelOptions, OptimizerOptions):
         }
         return {x: n if getattr(self, x) is None else getattr(self, x) for x, n in defaults.items()}
 
-    def adapters(self, base: str) -> Lora:
-        """Return what --lora, --lora-alpha and --lora-targets say. base: the model's folder. Raises
-        UserError."""
-        targets = self.lora_targets
-        if targets == ("all",):
-            targets = TARGETS
-        alpha = self.lora_alpha
-        if alpha is None:
-            alpha = 2.0 * self.lora
+    def adapters(self, base: str, folder: Path | None = None) -> Lora:
+        """Return what --lora, --lora-alpha and --lora-targets say. Raises UserError.
+
+        base: the model's folder.
+        folder: of adapters that are trained further, which decide what no option says.
+        """
+        targets: tuple[str, ...] = TARGETS
+        alpha = 2.0 * self.lora
+        if folder is not None:
+            rank, factor = read_rank(folder)
+            names = read_targets(folder)
+            targets = (*filter(names.__contains__, TARGETS), *sorted(names.difference(TARGETS)))
+            alpha = factor * rank
+        if self.lora_targets != ("all",):
+            targets = self.lora_targets
+        if self.lora_alpha is not None:
+            alpha = self.lora_alpha
         return Lora(self.lora, alpha, targets, base)
 
 
@@ -394,16 +405,18 @@ def hold_out(items: list[Item], share: float, what: str) -> tuple[list[Item], li
 
 
 def adapted(start: Start, corpus: Any, world: int) -> AdaptedTransformer:
-    """Return the frozen model of --init with new adapters, which a checkpoint then fills. Raises
-    UserError."""
+    """Return the frozen model of --init with adapters: new ones, which a checkpoint then fills, or
+    those in --init. Raises UserError."""
     config: Any = start.config
+    source = Path(config.init)
     if start.saved:
-        folder = base_folder(start.saved.folder)
-    else:
-        folder = Path(config.init)
-    if is_adapter(folder):
+        source = start.saved.folder
+    folder = base_folder(source)
+    adapters = source if is_adapter(source) else None
+    if adapters is not None and not start.saved and read_rank(adapters)[0] != config.lora:
         raise UserError(
-            f"{folder} holds adapters: merge them with `xtrain export --merge`, then train new ones"
+            f"{adapters} holds adapters of rank {read_rank(adapters)[0]}: give that to --lora to "
+            "train them further, or merge them with `xtrain export --merge` and train new ones"
         )
     check_writable(folder)
     loaded = AdaptedTransformer.from_pretrained(
@@ -412,7 +425,9 @@ def adapted(start: Start, corpus: Any, world: int) -> AdaptedTransformer:
     model = cast(AdaptedTransformer, loaded)
     model.recompute = config.recompute
     check_fit(model, config, corpus)
-    model.adapt(config.adapters(str(folder.resolve())), config.seed, world)
+    model.adapt(config.adapters(str(folder.resolve()), adapters), config.seed, world)
+    if adapters is not None and not start.saved:
+        model.load_weights(adapters)
     return model
 
 
