@@ -119,3 +119,14 @@ def test_drafts_do_not_change_an_answer_and_do_not_always_pay():
     assert pays[32] > 0.5 and "must be right more often than not" in text
     share = {int(n): int(s) for n, s in re.findall(r"edited code +n = (\d): .* (\d+)% of", output)}
     assert share[1] < share[2] < share[4] and "n = 4 has the better drafts" in text
+
+
+def test_the_cost_of_the_same_bits_is_that_of_the_records():
+    page = (lesson.LESSONS / "howto" / "serve.md").read_text(encoding="utf-8")
+    table = (
+        page.partition("### The same bits")[2].partition("times as long")[2].partition("\n\n")[0]
+    )
+    said = re.findall(r"\d\.\d\d", table)
+    lines = (lesson.records.RESULTS / "bench_exact.jsonl").read_text(encoding="utf-8").splitlines()
+    costs = {f"{record['cost']:.2f}" for record in map(json.loads, lines) if "cost" in record}
+    assert len(said) > 8 and set(said) <= costs
