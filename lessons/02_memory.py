@@ -420,7 +420,7 @@ lesson.table(
 )
 
 # %% [markdown]
-# The grid-stride copy is 15 times as fast as the one with a chunk per thread; 16-byte accesses come
+# The grid-stride copy is 17 times as fast as the one with a chunk per thread; 16-byte accesses come
 # within 6 % of a plain copy; the tile makes the transpose 1.7 times as fast. The next table shows
 # two kernels of the library: `add`, and the cast from float32 to bf16 (a 2-byte float, the subject
 # of lesson 12). Each is measured with one element per thread, and as the library does it, with

@@ -367,7 +367,7 @@ lesson.figures.bars(
 # This answers the question: weights, gradients and moments are 1.07 GB, and activations are nearly
 # all the rest. In float32, more than a third of the activations belongs to attention. `peak` is
 # what is alive at the same time, `reserved` what the pool had to allocate for it. The difference is
-# fragmentation: one percent in the first row, nine in the third.
+# fragmentation: 1 % in the first row, 6 % in the third.
 #
 # Next is a measurement on an H200, with PyTorch (eager, the same model and batch) for comparison:
 
@@ -399,7 +399,7 @@ else:
 # **The reason:** saved activations occupy memory for a long time, while recomputing them takes
 # little time. Of everything that a float32 layer saves, only the attention weights p grow with T
 # times T, and recomputing them costs two matrix products and a softmax. **The effect**, according
-# to the plan: from 5.5 to 3.8 GB. With the whole block recomputed: 2.1 GB, of which 1.07 are
+# to the plan: from 5.47 to 3.84 GB. With the whole block recomputed: 2.05 GB, of which 1.07 are
 # parameters, gradients and moments. The price is at most one more forward; forward is about a third
 # of a step, so the step takes at most a third longer.
 #

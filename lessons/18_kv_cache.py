@@ -370,8 +370,8 @@ lesson.table(
 # %% [markdown]
 # With short contexts, a step for 32 sequences takes less than 1.5 times as long as a step for one.
 # With 4096 tokens each, the caches of 32 sequences are larger than the weights, and the step takes
-# correspondingly longer. (The steps reach about half to five eighths of the speed that the bound
-# allows: a step consists of a few hundred small kernels, launched one after the other.)
+# correspondingly longer. (The steps reach 55 to 76 % of the speed that the bound allows: a step
+# consists of a few hundred small kernels, launched one after the other.)
 #
 # On a GPU: compare your append with the library's kernel, which moves 16 bytes per thread and
 # appends keys and values together.

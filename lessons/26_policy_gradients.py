@@ -481,7 +481,8 @@ print("second update: ratio 1:", error == 0.0, "  KL 0:", kl == 0.0)
 # precisions, the first ratio is not 1. We measure several such differences in the same step: the fast
 # kernels, which choose the order of a sum by the shape of the batch; log-probabilities that are
 # stored in bf16; an engine that computes with weights rounded to bf16; and a **bug**: the engine still
-# has the weights of one step ago. The learning rate is 1e-5, as in real runs of this kind.
+# has the weights of one step ago. The learning rate is
+# small, 1e-5 (DeepSeekMath, below: 1e-6).
 
 
 # %%

@@ -80,8 +80,8 @@ def chunk_sums(q_D, k_SD, v_SD, first, last):
 # %% [markdown]
 # ## Why sums differ
 #
-# A float32 has 24 significant bits, and every addition rounds to them. Take $2^{24} = 16777216$, above which only even
-# numbers are left:
+# A float32 has 24 significant bits, and every addition rounds to them. Above $2^{24} = 16777216$ it can represent only
+# even numbers:
 
 # %%
 big, one = np.float32(2**24), np.float32(1)
@@ -89,11 +89,10 @@ print("(big + 1) + 1 =", int((big + one) + one))
 print("big + (1 + 1) =", int(big + (one + one)))
 
 # %% [markdown]
-# So a sum is not only its terms. It is a *tree*: which two numbers are added first, which next. Two programs with the same
-# tree give the same bits, on whatever threads they run. Two with different trees usually do not.
+# So the terms alone do not determine a sum. Its *tree* does: which two numbers are added first, which next. Two programs
+# with the same tree give the same bits, whichever threads compute it. Two with different trees usually do not.
 #
-# Where does the tree of a product depend on the number of rows? Nobody wants it to. It happens because a GPU has to be kept
-# busy. A product y = x w^T of 8192 rows has thousands of tiles; one block each is enough. A product of one row has a few
+# Why would the tree of a product depend on the number of rows? Because a GPU has to be kept busy. A product y = x w^T of 8192 rows has thousands of tiles; one block each is enough. A product of one row has a few
 # tiles, and 132 multiprocessors wait for blocks. The usual remedy is **split-K**: several blocks share one sum, each with
 # a part of K. Here is a product that does this. What does row 0 look like, alone and among others?
 
@@ -124,8 +123,8 @@ for N in (1, 2, 4, 8):
     )
 
 # %% [markdown]
-# No number is wrong: each is as close to the exact sum as the others. But a token that is drawn from these logits, its
-# log-probability, and everything computed from it depends on who else was in the batch.
+# No number is wrong: each is correct to rounding. But a token that is drawn from such logits, its log-probability, and
+# everything computed from it depend on the rest of the batch.
 #
 # The remedy is *not* to give up the parts. It is to let the parts depend on K alone. Then one thread may compute them one
 # after the other, or many threads at the same time:
@@ -253,7 +252,7 @@ for N in (1, 3, 8):
 #
 # $$acc \leftarrow \mathrm{mma}(acc,\ x_{0..15},\ w_{0..15}) \quad acc \leftarrow \mathrm{mma}(acc,\ x_{16..31},\ w_{16..31}) \quad \dots$$
 #
-# has one order, whoever walks it. Two schedules: many rows of x as the left operand (16 x 16), or, if there are few,
+# has one order in every kernel that computes it. Two schedules: many rows of x as the left operand (16 x 16), or, if there are few,
 # rows of *w* on the left and up to 8 rows of x on the right (16 x 8), so that no product of a tile is wasted.
 
 

@@ -320,7 +320,7 @@ for name, guess in guessers.items():
 # would take longer than the step. So keep an **index**: a dict from each n-gram to the position after its last occurrence.
 #
 # The n-gram at the very end is not to find itself: nothing follows it yet. So it enters the index only when the next token
-# arrives. And if the tokens that follow reach the end, continue with the draft itself, because a loop goes on as a loop:
+# arrives. And if the tokens that follow reach the end, continue with the draft itself, so that a repetition continues:
 #
 # `1 2 3 1 2 3 1 2` with n = 2: the last `1 2` occurred at 3; after it came `3 1 2`, and then the draft itself: `3 1 2 3 1 ...`
 #

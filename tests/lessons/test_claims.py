@@ -17,6 +17,49 @@ CLAIMS = [  # lesson, the text with one number, the output with the same number
 ]  # fmt: skip
 
 
+def in_row(output, name, column=0):
+    """-> a number of a printed table: the row that begins with this text, the column after it"""
+    words = r" +".join(map(re.escape, name.split()))
+    row = re.search(rf"^ *{words} (.*)$", output, re.M)[1]
+    return float(re.findall(r"[\d.,]*\d", row)[column].replace(",", ""))
+
+
+def share_of_bound(output, shape):
+    return 100 * in_row(output, f"llama 1.1B bf16 {shape}", 1) / in_row(output, f"llama 1.1B bf16 {shape}")  # fmt: skip
+
+
+SHAPES = [f"B={B} context={n}" for n in (128, 4096) for B in (1, 32)]
+DERIVED = [  # lesson, the text with numbers, the same numbers from the output
+    (
+        "2",
+        r"copy is (\d+) times as fast as the one with a chunk per thread; 16-byte accesses come within (\d+) % of a plain copy; the tile makes the transpose ([\d.]+) times",
+        lambda o: (
+            in_row(o, "copy_chunk fp32") / in_row(o, "copy_grid_stride fp32"),
+            100 * (in_row(o, "copy_four fp32") / in_row(o, "copy_four fp32", 2) - 1),
+            in_row(o, "transpose_naive fp32") / in_row(o, "transpose_tiled fp32"),
+        ),
+    ),
+    (
+        "16",
+        r"fragmentation: (\d+) % in the first row, (\d+) % in the third",
+        lambda o: [100 * (1 - in_row(o, f"fp32 {kind}", 1) / in_row(o, f"fp32 {kind}")) for kind in ("none", "block")],
+    ),
+    (
+        "16",
+        r"from ([\d.]+) to ([\d.]+) GB. With the whole block recomputed: ([\d.]+) GB",
+        lambda o: [in_row(o, f"fp32 {kind}") for kind in ("none", "attention", "block")],
+    ),
+    (
+        "18",
+        r"reach (\d+) to (\d+) % of the speed that the bound allows",
+        lambda o: [f(share_of_bound(o, shape) for shape in SHAPES) for f in (min, max)],
+    ),
+    ("30", r"The sort costs (\d+) µs", lambda o: re.findall(r"the sort alone: (\S+) µs", o)),
+    ("33", r"with 128 keys takes (\d+) µs", lambda o: [1000 * float(re.search(r"B=1 context=128 +separate (\S+) ms", o)[1])]),
+    ("33", r"in the best case (\d+) % faster", lambda o: [-min(int(x) for x in re.findall(r"\(([+-]\d+)%\)", o))]),
+]  # fmt: skip
+
+
 def texts(number):
     """-> the text of a lesson in one line, everything that its notebook printed"""
     path = lesson.lesson_file(number)
@@ -33,6 +76,15 @@ def test_the_text_states_what_the_lesson_prints(number, stated, printed):
     text, output = texts(number)
     [said] = re.findall(stated, text)
     assert re.findall(printed, output)[:1] == [said]
+
+
+@pytest.mark.parametrize("number, stated, computed", DERIVED)
+def test_the_text_states_what_follows_from_the_output(number, stated, computed):
+    text, output = texts(number)
+    [said] = re.findall(stated, text)
+    said = [said] if isinstance(said, str) else list(said)
+    decimals = [len(x.partition(".")[2]) for x in said]
+    assert [f"{float(x):.{n}f}" for x, n in zip(computed(output), decimals)] == said
 
 
 def test_muon_and_adamw_are_best_at_the_edge_of_the_rates_as_the_text_says():
@@ -67,3 +119,14 @@ def test_drafts_do_not_change_an_answer_and_do_not_always_pay():
     assert pays[32] > 0.5 and "must be right more often than not" in text
     share = {int(n): int(s) for n, s in re.findall(r"edited code +n = (\d): .* (\d+)% of", output)}
     assert share[1] < share[2] < share[4] and "n = 4 has the better drafts" in text
+
+
+def test_the_cost_of_the_same_bits_is_that_of_the_records():
+    page = (lesson.LESSONS / "howto" / "serve.md").read_text(encoding="utf-8")
+    table = (
+        page.partition("### The same bits")[2].partition("times as long")[2].partition("\n\n")[0]
+    )
+    said = re.findall(r"\d\.\d\d", table)
+    lines = (lesson.records.RESULTS / "bench_exact.jsonl").read_text(encoding="utf-8").splitlines()
+    costs = {f"{record['cost']:.2f}" for record in map(json.loads, lines) if "cost" in record}
+    assert len(said) > 8 and set(said) <= costs
