@@ -264,7 +264,8 @@ def test_options_in_three_shapes():
 # ----------------------------------------------------------------------------- over HTTP
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    served = Served(make_folder(tmp_path_factory.mktemp("model"), TEMPLATE), "secret")
+    template = TEMPLATE + "{% if enable_thinking %}<think>\n{% endif %}{# </think> #}"
+    served = Served(make_folder(tmp_path_factory.mktemp("model"), template), "secret")
     yield served
     served.close()
 
@@ -299,6 +300,21 @@ def test_the_answers_are_those_of_chat(served):
     )
     count = post(served, "/v1/messages/count_tokens", {"messages": talk, "model": "tiny"}).json()
     assert count == {"input_tokens": chat.usage.prompt_tokens} and served.idle
+
+
+def test_reasoning_that_the_prompt_begins(served):
+    """The grammar of a document follows it; without a document the answer is reasoning until its mark."""
+    preparation = served.server.config.app.state.server.preparers.preparation
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+    form = {"response_format": {"type": "json_object"}}
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    for change, marks in (({}, THINK), (thinking, BEGUN)):
+        prepared = preparation(ChatRequest, json.dumps(body | form | change).encode())
+        assert prepared.reading.reasoning == marks
+        assert ("thought" in prepared.requests[0].grammar.text) == marks.begun
+    message = post(served, "/v1/chat/completions", body | thinking | {"seed": 1}, {"Authorization": "Bearer secret"})  # fmt: skip
+    message = message.json()["choices"][0]["message"]
+    assert message["reasoning_content"] and message["content"] == ""
 
 
 @pytest.mark.parametrize("path, change, says", [
