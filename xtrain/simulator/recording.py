@@ -36,6 +36,8 @@ PRODUCT_ENDS = "product ends"
 # The copy engine reads the tensor map, not the thread.
 _COPY = re.compile(r"(?:\w+\.)*(?:load|store)_(?:tile|row)\(")
 WARPS = WARPGROUP // 32
+SHOWN = (np.generic, int, float, Array)  # types of local variables
+MOST_LOCAL = 16  # elements of a local array
 MOST_EVENTS = 100_000  # of a block: about as much as a page can hold
 
 
@@ -63,6 +65,8 @@ class Event:
     ended: the asynchronous accesses that end here.
     mbarrier: its first byte, and by how much the arrivals and the bytes that it expects change.
     phase: the one waited for.
+    changed: the local variables that have changed since the thread's last event, as they are before
+    this one.
     """
 
     site: Site
@@ -76,6 +80,7 @@ class Event:
     mbarrier: tuple[int, int, int] | None = None
     phase: int | None = None
     part: int = 0  # of the run
+    changed: dict[str, Any] = field(default_factory=dict)
 
     @property
     def alone(self) -> bool:
@@ -96,6 +101,7 @@ class Step(NamedTuple):
     warp: int
     event: Event  # of its first lane: site, path, how, array
     lanes: list[tuple[int, list[int], list[Any]]]  # (thread, elements, values)
+    changed: list[dict[str, Any]] = []  # of each lane: its local variables, see Event
 
 
 @dataclass
@@ -106,6 +112,7 @@ class _Block:
     events: list[list[Event]]
     endings: list[Event] = field(default_factory=list)  # of copies and products
     numbers: dict[Any, int] = field(default_factory=dict)
+    known: list[dict[str, Any]] = field(default_factory=list)  # the local variables of each thread
     count: int = 0
     part: int = 0
     what: Any = None  # happens in this part of the run
@@ -123,6 +130,28 @@ class _Block:
     def runs(self, first: int, end: int) -> bool:
         """Has one of these threads an event in this part?"""
         return any(some and some[-1].part == self.part for some in self.events[first:end])
+
+    def changed(self, thread: Any, frames: list) -> dict[str, Any]:
+        """The local variables of these functions that have other values than at the thread's last
+        event."""
+        known = self.known[thread.index]
+        found = {}
+        for depth, frame in enumerate(frames):
+            inner = f"{frame.f_code.co_name}." if depth else ""
+            for name, value in frame.f_locals.items():
+                if name[0] == "_" or not isinstance(value, SHOWN):
+                    continue
+                if type(value) is Array:
+                    if value.memory.kind != "local" or value.flat.size > MOST_LOCAL:
+                        continue
+                    value = value.flat.tolist()
+                old = known.get(inner + name)
+                if old is value or (old == value and type(old) is type(value)):
+                    continue
+                if value != value and old is not None and old != old:  # NaN
+                    continue
+                known[inner + name] = found[inner + name] = value
+        return found
 
     def add(self, thread: Any, event: Event) -> None:
         """The thread's next event."""
@@ -156,7 +185,9 @@ class Recording(Observer):
             self.launch = block.launch
             self._parameters = parameters(block.launch)
         if block.launch is self.launch:
-            self._blocks[block] = _Block([], [[] for _ in block.threads])
+            now = _Block([], [[] for _ in block.threads])
+            now.known = [{} for _ in block.threads]
+            self._blocks[block] = now
             if not self._found:
                 self._keep(block)
 
@@ -193,7 +224,13 @@ class Recording(Observer):
             last.elements.append(k)
             last.values.append(value)
         else:
-            now.add(thread, Event(site, _path(site), how, number, [k], [value]))
+            frames = _frames()
+            path = (
+                *((f.f_code.co_filename, f.f_lineno) for f in frames[:-1]),
+                (site.file, site.line),
+            )
+            changed = now.changed(thread, frames)
+            now.add(thread, Event(site, path, how, number, [k], [value], changed=changed))
 
     def meet(self, threads: Any, name: str, site: Any) -> None:
         now = self._blocks.get(threads[0].block)
@@ -347,10 +384,12 @@ class Recording(Observer):
                 merged = _merged([lane.get(part, []) for lane in warp])
                 for n, (event, members) in enumerate(merged):
                     who = [(32 * w + lane, e.elements, e.values) for lane, e in members]
+                    changed = [e.changed for _, e in members]
                     if event.alone:
-                        found += [Step(time + n, w, e, [one]) for (_, e), one in zip(members, who)]
+                        for (_, e), one in zip(members, who):
+                            found.append(Step(time + n, w, e, [one], [e.changed]))
                     else:
-                        found.append(Step(time + n, w, event, who))
+                        found.append(Step(time + n, w, event, who, changed))
                 end = max(end, time + len(merged))
             for event in endings.get(part, ()):
                 found.append(Step(time, -1, event, []))
@@ -456,17 +495,24 @@ def _merged(lanes):
 
 
 # ----------------------------------------------------------------------------- places
-def _path(site):
-    """The calls that lead to the access that is observed now, and its line."""
+def _frames() -> list:
+    """The kernel and the device functions that run now, the kernel first."""
     frame: Any = sys._getframe(2)
-    lines = []
+    found: list = []
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("_t",):
-            lines.append((frame.f_code.co_filename, frame.f_lineno))
-        elif lines:
+            found.append(frame)
+        elif found:
             break
         frame = frame.f_back
-    return (*lines[:0:-1], (site.file, site.line))
+    return found[::-1]
+
+
+def _path(site):
+    """The calls that lead to the access that is observed now, and its line."""
+    frames = _frames()
+    lines = ((f.f_code.co_filename, f.f_lineno) for f in frames[:-1])
+    return (*lines, (site.file, site.line))
 
 
 def _name_in_kernel(array):
@@ -490,6 +536,12 @@ def _add_meeting(block, thread, how):
     """The event of a thread that waits, or has waited until now. Of a product a first lane has it
     already, see `touched`."""
     event = _waiting(thread, how)
+    generator = thread.generator
+    frames = []
+    while generator is not None:
+        frames.append(generator.gi_frame)
+        generator = generator.gi_yieldfrom
+    event.changed = block.changed(thread, frames)
     first = thread.warp // WARPS * WARPS
     product = block.products.get(first)
     if product is None:

@@ -10,9 +10,11 @@ it shows.
 
 import ast
 import html
+import itertools
 import json
 import linecache
 import math
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,8 @@ class Stepper(Recording):
 
     def page(self) -> str:
         """The page: HTML that needs nothing else."""
-        data = json.dumps(contents(self), separators=(",", ":")).replace("<", "\\u003c")
+        data = json.dumps(compact(contents(self)), separators=(",", ":"))
+        data = data.replace("<", "\\u003c")
         if self.launch:
             name = self.launch.name
         else:
@@ -84,6 +87,8 @@ def contents(recording: Recording) -> dict[str, Any]:
         "grid": ", ".join(map(str, launch.grid)) if launch else "",
         "position": ", ".join(map(str, recording.position)),
         "threads": len(recording.events),
+        "block": [int(n) for n in launch.block] if launch else [0, 1, 1],
+        "loops": sorted({name for _, parts in files for part in parts for name in _counters(part)}),
         "cut": recording.cut,
         "ended": recording.ended,
         "files": [{"title": file_name(file), "functions": parts} for file, parts in files],
@@ -99,6 +104,49 @@ def contents(recording: Recording) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def compact(page: dict[str, Any]) -> dict[str, Any]:
+    """The same in fewer bytes: [first, step, count] in a dict for numbers in equal steps, and no
+    values of reads that find what is known of their elements. stepper.html undoes it."""
+    known: dict[tuple[int, int], Any] = {}
+    for step in page["steps"]:
+        elements = [(step["a"], k) for k in step["e"]]
+        values = step["v"]
+        if step["h"] == "read" and values and values == [known.get(e, known) for e in elements]:
+            del step["v"]
+        elif len(values) == len(elements) and step["h"] != "atomic":
+            known.update(zip(elements, values))
+        for name in ("l", "e"):
+            step[name] = _sequence(step[name])
+    return page
+
+
+def _sequence(numbers: list[int]) -> list[int] | dict[str, list[int]]:
+    steps = {b - a for a, b in itertools.pairwise(numbers)}
+    if len(numbers) > 3 and len(steps) == 1:
+        return {"q": [numbers[0], steps.pop(), len(numbers)]}
+    return numbers
+
+
+def _variables(step: Step) -> list[list[Any]]:
+    """[name, value] of the local variables that have changed; a list of values, None for a lane
+    where it has not, if they differ."""
+    names = dict.fromkeys(name for lane in step.changed for name in lane)
+    found: list[list[Any]] = []
+    for name in names:
+        values = [_variable(lane.get(name)) for lane in step.changed]
+        if all(value == values[0] for value in values):
+            found.append([name, values[0]])
+        else:
+            found.append([name, values])
+    return found
+
+
+def _variable(value):
+    if isinstance(value, list):
+        return f"[{', '.join(str(_number(v)) for v in value)}]"
+    return _number(value)
+
+
 def _step(step: Step, path: list) -> dict[str, Any]:
     """t: time.
     w: warp.
@@ -106,7 +154,8 @@ def _step(step: Step, path: list) -> dict[str, Any]:
     h: how.
     a: array.
     b: a barrier?
-    l, e, v: thread, element and value of each access"""
+    l, e, v: thread, element and value of each access
+    y: the local variables that have changed, see _variables"""
     lanes = []
     elements = []
     values = []
@@ -118,6 +167,7 @@ def _step(step: Step, path: list) -> dict[str, Any]:
     barrier = step.event.how in BLOCK_BARRIERS
     return dict(
         t=step.time, w=step.warp, p=path, h=step.event.how, a=step.event.array, b=barrier, l=lanes, e=elements, v=values,
+        y=_variables(step),
     )  # fmt: skip
 
 
@@ -277,6 +327,16 @@ def _files(places: Iterable[tuple[str, int]]) -> list[tuple[str, list[dict[str, 
         ]  # fmt: skip
         found.append((file, parts))
     return found
+
+
+def _counters(part: dict[str, Any]) -> set[str]:
+    """The variables of the for loops of a function."""
+    try:
+        tree = ast.parse(textwrap.dedent("\n".join(part["lines"])))
+    except SyntaxError:
+        return set()
+    targets = [node.target for node in ast.walk(tree) if isinstance(node, ast.For)]
+    return {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
 
 
 def _functions(text: list[str]) -> list[tuple[int, int]]:
