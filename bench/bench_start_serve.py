@@ -74,7 +74,7 @@ if __name__ == "__main__":
     ends(pretrained, "resolve_device", "import CuPy, find the GPU")
     ends(pretrained, "load_texts", "tokenizer")
     ends(listen.Options, "load", "weights")
-    ends(engine, "_make_cache", "chat template, KV cache")
+    ends(engine, "_make_caches", "chat template, KV cache")
     ends(warm_up, "every_launch", "forward passes of every shape, noted")
     ends(warm_up, "start_compiling_noted", "cache of kernels read, compilers started")
     ends(warm_up, "run_requests", "first requests, for CuPy's kernels")
