@@ -170,7 +170,8 @@ def with_planted_bug(modules, name: str, old: str, new: str):
     makers = {id(m): m for x in modules for m in vars(x).values() if hasattr(m, "cache_clear")}
 
     def forget():
-        _translated.clear()
+        for translated in _translated.values():
+            translated.clear()
         for maker in makers.values():
             maker.cache_clear()
 
