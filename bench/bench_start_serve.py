@@ -8,7 +8,8 @@ kernels, `warm` twice with what it has left. Each line is one part of the start:
 took, and when it had ended. The HTTP process starts after `packages` and runs next to the others.
 After `ready` come the first requests, one after the other, and then twice --prompts prompts of
 --length tokens at once: time to the first text, and between two events of one stream, in
-milliseconds. --cpu: a tiny model on the CPU, to try the script. About a minute; nothing is recorded.
+milliseconds, and the parts of steps that took more than 50 ms. --cpu: a tiny model on the CPU, to
+try the script. About a minute; nothing is recorded.
 """
 
 import argparse
@@ -70,7 +71,8 @@ if __name__ == "__main__":
     from xtrain.kernels.runtime import launch
     from xtrain.nn.model import Transformer
     from xtrain.server import listen
-    from xtrain.serving import engine, pretrained, runner, warm_up
+    from xtrain.nn import cuda_graph
+    from xtrain.serving import engine, pretrained, runner, scheduler, warm_up
     ends(pretrained, "resolve_device", "import CuPy, find the GPU")
     ends(pretrained, "load_texts", "tokenizer")
     ends(listen.Options, "load", "weights")
@@ -85,10 +87,29 @@ if __name__ == "__main__":
     gpu = cupy()
     if gpu is not None:
         summed(gpu.cuda.compiler, "compile_using_nvrtc", "NVRTC, for CuPy")
+    step = engine.Engine.step
+    def timed_step(self):
+        sums.clear()
+        before = time.perf_counter()
+        result = step(self)
+        seconds = time.perf_counter() - before
+        if seconds > 0.05:
+            last = self.trace[-1]
+            text = " ".join(f"{name}: {x:.3f} s;" for name, x in sums.items())
+            print(f"SLOW {seconds:.3f} s: {len(last.decoded)} sequences decode, "
+                  f"{last.prefilled} tokens are prefilled; {text}", file=sys.stderr, flush=True)
+        return result
+    def steps():
+        summed(runner.Runner, "launch_decoding", "launch of decoding")
+        summed(runner.Runner, "_launch_prefill", "of prefill")
+        summed(cuda_graph._Recording, "_capture", "of these, capture")
+        summed(scheduler.Scheduler, "take", "wait for the GPU")
+        engine.Engine.step = timed_step
     serve_engine = listen.serve_engine
     def ready(*a, **k):
         mark("the rest of the engine")
         print("SUMS", *(f"{name}: {x:.2f} s;" for name, x in sums.items()), file=sys.stderr)
+        steps()
         return serve_engine(*a, **k)
     listen.serve_engine = ready
     sys.exit(xtrain.serve.main(sys.argv[1:]))
@@ -197,8 +218,10 @@ async def at_once(port: int, prompts: list[list[int]], tokens: int) -> list[list
     return await asyncio.gather(*(ask(port, prompt, tokens) for prompt in prompts))
 
 
-def measure(port: int, prompts: int, length: int, vocab: int) -> None:
-    """Print what the first requests wait for, and those that arrive at once."""
+def measure(server: Server, prompts: int, length: int, vocab: int) -> None:
+    """Print what the first requests wait for, and those that arrive at once; and long steps."""
+    port = server.port
+    slow = lambda: [line for line in server.text().splitlines() if line.startswith("SLOW")]
     draw = np.random.default_rng(0)
     random = lambda n, length: draw.integers(1, vocab, (n, length)).tolist()
     firsts = []
@@ -207,6 +230,7 @@ def measure(port: int, prompts: int, length: int, vocab: int) -> None:
         firsts.append(f"{1e3 * times[0]:.0f}")
     print(f"  first text of one request after the other: {', '.join(firsts)} ms")
     for number in (1, 2):
+        before = len(slow())
         streams = asyncio.run(at_once(port, random(prompts, length), 100))
         first = np.percentile([times[0] for times in streams], [0, 50, 100]) * 1e3
         gaps = np.concatenate([np.diff(times) for times in streams if len(times) > 1]) * 1e3
@@ -217,6 +241,8 @@ def measure(port: int, prompts: int, length: int, vocab: int) -> None:
             f"{np.median(gaps):.0f}, 99 % {np.percentile(gaps, 99):.0f}, longest {gaps.max():.0f} "
             f"ms; all after {last:.2f} s"
         )
+        for line in slow()[before:][:12]:
+            print("    step of" + line.removeprefix("SLOW"))
 
 
 def main() -> None:
@@ -245,7 +271,7 @@ def main() -> None:
         for row in ("cold", "warm", "warm"):
             server = Server(folder, script, caches, options)
             server.show(row)
-            measure(server.port, o.prompts, o.length, vocab)
+            measure(server, o.prompts, o.length, vocab)
             server.stop()
         shutil.rmtree(folder)
 

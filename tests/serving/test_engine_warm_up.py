@@ -14,6 +14,8 @@ from xtrain.kernels.runtime import compile as _compile
 from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.runtime.launch import note_launches
 from xtrain.nn.cuda_graph import EAGER_CALLS
+from xtrain.nn.modules import Linear
+from xtrain.serving.adapters import Adapters, SwitchedLinear
 from xtrain.serving.runner import Runner
 from xtrain.serving.speculation import Speculation
 from xtrain.serving.warm_up import compile_ahead, every_launch, run_requests, warm_up
@@ -32,6 +34,7 @@ MODELS = {
     "prompt lookup": (small(**WIDE), "bf16", dict(speculate=4)),
     "prompt lookup, batch-invariant": (small(**WIDE), "bf16", dict(speculate=4, logprobs_of="sampled", **EXACT)),
     "draft model": (small(**WIDE | dict(n_layers=3)), "bf16", dict(speculate=4, draft_model="bf16")),
+    "adapters": (small(**WIDE), "bf16", {}),
     "fp8 cache": (small(**WIDE | dict(head_dim=32)), "bf16", dict(kv_cache="fp8")),
 }  # fmt: skip
 every_model = pytest.mark.parametrize("model", MODELS)
@@ -82,6 +85,7 @@ stream = st.fixed_dictionaries(
         cancelled=st.sets(st.integers(0, 30)),
         n=st.integers(1, 3),
         top=st.sampled_from([None, 0, 2]),  # of the log-probabilities of the prompts
+        adapted=st.booleans(),
     )
 )
 
@@ -89,7 +93,26 @@ stream = st.fixed_dictionaries(
 @functools.cache
 def weights(model, device):
     config, precision, _ = MODELS[model]
-    return Transformer(config, None, device, precision, trainable=False)
+    made = Transformer(config, None, device, precision, trainable=False)
+    if model == "adapters":
+        add_zeros(made)
+    return made
+
+
+def add_zeros(model):
+    """Add an adapter of zeros to every matrix."""
+    model.adapters = Adapters(["zeros"])
+    for layer in model.model.layers:
+        for module in (layer.self_attn, layer.mlp):
+            for name, linear in [(n, m) for n, m in vars(module).items() if type(m) is Linear]:
+                switched = SwitchedLinear(linear, model.adapters)
+                width = linear.weight.shape[1]
+                pairs = {
+                    part: (np.zeros((4, width)), np.zeros((rows, 4)))
+                    for part, rows in linear.weight.parts.items()
+                }
+                switched.pack([pairs], model.device, model.branch_dtype)
+                setattr(module, name, switched)
 
 
 def make(model, device, kind=Engine, max_batch=MAX_BATCH, **options):
@@ -164,13 +187,14 @@ def in_simulator(model, max_batch=MAX_BATCH, block_tokens=64, n_blocks=84):
     return engine, launches, operations.found
 
 
-def serve(engine, requests, cancelled, n, top):
+def serve(engine, requests, cancelled, n, top, adapted):
     """Rounds of requests whose prompts begin with the same tokens, those of earlier rounds among them."""
     prompts = [([r["first"]] * r["shared"] + [4] * r["own"])[:393] for r in requests]
     if top is not None:
         engine.logprobs([p for p in prompts if len(p) > 1], top=top)
     options = {name: [r[name] for r in requests] for name in ("max_new_tokens", *CHOICES)}
-    stream = engine.stream(prompts, **options, n=n)
+    adapter = "zeros" if adapted and engine.model.adapters is not None else None
+    stream = engine.stream(prompts, **options, n=n, adapter=adapter)
     for i, (number, _) in enumerate(stream):
         if i % 3 == 0 and number in cancelled:
             stream.cancel(number)
@@ -285,9 +309,11 @@ def test_nothing_stays_of_the_warm_up():
     engine, fresh = NoShapesEngine(model, 3, 40), Engine(model, 3, 40)
     assert engine.ready == ""
     captured = []
+    engine.model.adapters = Adapters([])
 
     def graphed(variant):
         captured.append(variant)
+        assert model.adapters.rows is engine.runner.batch.device["adapter"]  # whose address graphs keep
         return variant[0](*variant[1:])
 
     engine.runner.graphed = graphed
@@ -296,6 +322,8 @@ def test_nothing_stays_of_the_warm_up():
     plain = [(runner.decode, size, False, False, False) for size in (3, 2, 1)]
     assert captured == [variant for variant in plain for _ in range(EAGER_CALLS + 1)]
     assert runner.graphed is graphed
+    runner.graphed = None
+    model.adapters = None
     assert ready.startswith("0 kernels compiled, ready in ")
     assert (engine.steps, engine.scheduler.submitted, len(engine.trace)) == (0, 0, 0)
     assert engine.prefilled_tokens == engine.reused_tokens == engine.decoded_tokens == 0
@@ -356,4 +384,5 @@ def drawn_streams():
             for _ in range(int(draw.integers(1, 20)))
         ]
         cancelled = set(draw.integers(0, 20, 3).tolist())
-        yield dict(requests=requests, cancelled=cancelled, n=int(draw.integers(1, 4)), top=top)
+        n = int(draw.integers(1, 4))
+        yield dict(requests=requests, cancelled=cancelled, n=n, top=top, adapted=n > 1)

@@ -521,6 +521,7 @@ class Runner:
         batch.clear()
         batch.host["lengths"][0] = 0  # one sequence, which writes to the first block
         batch.host_tables[0, 0] = 0
+        self.use_adapters(batch.device["adapter"])
         with self.mode():
             for size in reversed(self.batch_sizes()):  # the others fit in the memory of the largest
                 if size <= CAPTURED_AHEAD:
