@@ -23,7 +23,9 @@ from xtrain.simulator import SimArray
 
 WIDE = dict(vocab_size=64, dim=64, n_layers=2, head_dim=16, hidden_dim=96, max_seq_len=400)
 EXACT = dict(batch_invariant=True)
-WINDOWS = dict(sliding_window=40, full_attention_layers=(1,), no_rope_layers=(1,), tie_embeddings=True)
+WINDOWS = dict(
+    sliding_window=40, full_attention_layers=(1,), no_rope_layers=(1,), tie_embeddings=True
+)
 MODELS = {
     "fp32": (small(**WIDE), "fp32", {}),
     "fp32, batch-invariant": (small(**WIDE), "fp32", EXACT),
@@ -41,7 +43,6 @@ every_model = pytest.mark.parametrize("model", MODELS)
 MAX_BATCH = 12  # products of up to 8 rows and of more
 # sequences at a time, tokens of a block, blocks: with few of them sequences are preempted
 SIZES = [(1, 64, 7), (3, 16, 25), (MAX_BATCH, 16, 30), (MAX_BATCH, 64, 84)]
-
 
 
 class Anything:
@@ -76,7 +77,12 @@ CHOICES = dict(
 )
 one_of = {name: st.sampled_from(values) for name, values in CHOICES.items()}
 request = st.fixed_dictionaries(
-    dict(first=st.integers(1, 3), shared=length, own=length, max_new_tokens=st.sampled_from([1, 2, 3, 30]))
+    dict(
+        first=st.integers(1, 3),
+        shared=length,
+        own=length,
+        max_new_tokens=st.sampled_from([1, 2, 3, 30]),
+    )
     | one_of
 )
 stream = st.fixed_dictionaries(
@@ -361,7 +367,9 @@ def test_an_engine_compiles_every_kernel_once(monkeypatch, tmp_path):
     monkeypatch.setattr(_launch, "_plans", {})
     monkeypatch.setattr(_compile, "_compile", refuse)
     written, write = [], _compile._write
-    monkeypatch.setattr(_compile, "_write", lambda path, *code: written.append(path) or write(path, *code))
+    monkeypatch.setattr(
+        _compile, "_write", lambda path, *code: written.append(path) or write(path, *code)
+    )
     engine = make("bf16", "gpu")
     for stream in drawn_streams():
         serve(engine, **stream)

@@ -377,6 +377,15 @@ def rule(p, seconds, most=7):
     return chosen
 
 
+def test_a_step_has_a_largest_number_of_rows(monkeypatch):
+    requests = [one_request() for _ in range(3)]
+    three = rule(0.9, {0: 1.0})
+    three.times.of[False, 4] = three.times.of[False, 1]
+    for most, drafted in ((24, 21), (8, 5), (3, 0), (2, 0)):
+        monkeypatch.setattr(speculation, "MOST_ROWS", most)
+        assert sum(three.lengths(requests, 4)) == drafted
+
+
 def test_how_many_tokens_are_drafted():
     r = one_request()
     assert rule(0.9, {}).lengths([r], 1) == [0]  # first a plain step is measured

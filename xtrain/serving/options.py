@@ -70,7 +70,7 @@ Speculate = Annotated[
     int,
     Doc(
         "tokens of an answer that are guessed and verified together, at most, where that is faster "
-        "(speculative decoding); the answers stay the same; 0: none"
+        "(speculative decoding); with batch_invariant no bit of an answer changes; 0: none"
     ),
 ]
 Draft = Annotated[

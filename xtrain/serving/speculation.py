@@ -41,6 +41,7 @@ from .work import Arrived, VerifiedTokens
 
 NGRAMS = (8, 4, 2)  # tokens that must have occurred before; the longest one is looked up first
 LONGEST_MATCH = 8  # tokens that are compared: longer matches are as good
+MOST_ROWS = 256  # of a verifying step: with more, products take longer for every row
 MEMORY = 0.95  # what an observation counts for after the next one
 TIMES = 8  # that are kept of each Timing
 UNTIMED = 3  # of a kind of step
@@ -284,6 +285,7 @@ class Speculation:
         if not drafts:
             return lengths
         drafts.sort(key=lambda draft: -draft[0])  # stable: those of a request stay in order
+        drafts = drafts[: max(0, MOST_ROWS - len(requests))]
         for _, number in drafts[: self._count(drafts, len(requests), size)]:
             lengths[number] += 1
         return lengths

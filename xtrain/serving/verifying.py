@@ -24,7 +24,7 @@ from .decode_batch import DecodeBatch
 from .masks import accepting
 from .requests import Request
 from .runner import Runner, TokensInFlight, extras_of, to_host_later
-from .speculation import verifying_size
+from .speculation import MOST_ROWS, verifying_size
 from .work import VerifiedTokens
 
 
@@ -72,7 +72,7 @@ class Verifier:
 
     def __init__(self, runner: Runner, most: int):
         self.runner = runner
-        self.max_rows = verifying_size(runner.max_batch * (most + 1))
+        self.max_rows = verifying_size(min(runner.max_batch * (most + 1), MOST_ROWS))
         table_blocks = runner.batch.host_tables.shape[1]
         self.batch = DecodeBatch(self.max_rows, table_blocks, runner.model.device)
 
