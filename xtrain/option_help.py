@@ -20,7 +20,7 @@ GROUPS = {
     "the data": "data text-key strict-data verify-data vocab-size tokenizer val-data val-share too-long pack",
     "the model": "preset depth dim layers heads kv-heads head-dim hidden-dim qk-norm tie-embeddings init change "
     "lora lora-alpha lora-targets",
-    "rollouts": "group max-new-tokens temperature top-p top-k min-p logprobs-of exact rollout-batch",
+    "rollouts": "group max-new-tokens temperature top-p top-k min-p logprobs-of exact rollout-batch rollouts-every",
     "rewards": "task reward-timeout reward-errors scale-rewards updates clip-ratio kl reference",
     "how long": "steps epochs batch micro-batch seq-len stop-at time-limit",
     "the optimizer": "lr warmup schedule min-lr-ratio decay-fraction decay-shape optimizer weight-decay clip beta1 "

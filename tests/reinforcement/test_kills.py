@@ -83,6 +83,7 @@ def test_the_same_bits_after_a_kill(whole, folder, tmp_path, point):
     assert len(there) == left, there
     reinforce(config_of(folder, tmp_path, resume=True), SILENT)
     assert_same_run(run, whole)
+    assert (run / "rollouts.jsonl").read_bytes() == (whole / "rollouts.jsonl").read_bytes()
     assert checkpoints(run) == checkpoints(whole) and len(metrics(run)) == len(metrics(whole))
 
 

@@ -1,6 +1,7 @@
 """Reinforcement learning: the same bits in rollouts and training, learning, resuming, refused input, prefixes of old weights."""
 
 import contextlib
+import json
 import math
 import sys
 import types
@@ -63,6 +64,31 @@ def test_the_first_ratio_is_one_and_the_kl_zero_in_every_step(whole):
     page = (whole / "report.html").read_text()
     assert "In all 4 steps the ratio of the first update was exactly 1" in page
     assert "KL to the reference" in page and "validation reward" in page
+
+
+def test_completions_are_logged_whole(whole, folder, tmp_path):
+    lines = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in lines] == np.repeat([1, 2, 3, 4], 8).tolist()
+    prompts = {json.loads(x)["prompt"] for x in (folder / "prompts.jsonl").read_text().splitlines()}
+    for m in steps_of(whole):
+        own = [x for x in lines if x["step"] == m["step"]]
+        assert {x["prompt"] for x in own} <= prompts
+        assert [x["reward"] for x in own] == [letters(x, [x["completion"]])[0] for x in own]
+        rewards = np.array([x["reward"] for x in own]).reshape(2, 4)
+        assert abs(m["reward"] - rewards.mean()) < 1e-12
+        assert abs(m["reward_std"] - rewards.std(1).mean()) < 1e-12
+        assert m["truncated"] == np.mean([x["finish"] == "length" for x in own])
+        assert m["completion_tokens"] == np.mean([x["tokens"] for x in own])
+        assert 0 < m["entropy"] < np.log(400)
+        sums = np.array([x["advantage"] for x in own]).reshape(2, 4).sum(1)
+        np.testing.assert_allclose(sums, 0, atol=1e-5)
+    page = (whole / "report.html").read_text()
+    assert "Completions of step 4" in page and "advantage" in page
+    for every, steps in ((0, []), (3, [1, 3, 4])):
+        run = reinforce(config_of(folder, tmp_path, name=f"every{every}", rollouts_every=every), SILENT)  # fmt: skip
+        path = run / "rollouts.jsonl"
+        text = path.read_text() if path.exists() else ""
+        assert sorted({json.loads(x)["step"] for x in text.splitlines()}) == steps
 
 
 def test_a_kill_in_a_step_loses_that_step_and_no_bit(whole, folder, tmp_path):

@@ -125,7 +125,7 @@ def test_no_folder_where_a_checkpoint_is_to_be(loss_picture, stopped, folder, ki
     assert_same_run(folder, stopped[1])
 
 
-LOGS = ["metrics.jsonl", "timing.jsonl", "layers.jsonl", "samples.txt"]
+LOGS = ["metrics.jsonl", "timing.jsonl", "layers.jsonl", "samples.txt", "rollouts.jsonl"]
 
 
 @pytest.mark.parametrize("name", LOGS)

@@ -1,4 +1,4 @@
-"""Reinforcement learning with GRPO: the options, the rollouts, the step, and the run.
+"""Reinforcement learning with GRPO: the rollouts, the step, and the run.
 
 A step has three parts. The engine (serving/engine.py) draws completions with the model that is
 trained: the same object, the same memory, in the same process. The task rewards them. Then come
@@ -33,9 +33,9 @@ number in the group. So a resumed run draws the same completions.
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -48,140 +48,25 @@ from ..formats.manifest import tensor_checksum
 from ..formats.saved_runs import model_folder
 from ..formats.texts import load_texts
 from ..kernels.cross_entropy import IGNORE
-from ..kernels.decoding.sampling import UNCHANGED, Sampling
+from ..kernels.decoding.sampling import UNCHANGED
 from ..kernels.runtime.invariance import batch_invariant
 from ..nn import functional as F
 from ..nn.autograd import Tensor, no_grad
 from ..nn.model import Transformer
-from ..run_options import RESUME_KEYS
 from ..serving.engine import Engine
 from ..serving.requests import Completion
 from ..training.run import Run, StepAbandoned, StepResult, each_array
 from ..training.single_device import SingleDevice
 from ..training.single_process import SingleProcess
 from ..tuning.examples import Example
-from ..tuning.finetune import AdapterOptions, hold_out, model_source, train_from
+from ..tuning.finetune import hold_out, model_source, train_from
 from ..tuning.rows import rows_of
 from .grpo import Surrogate, advantages_of, surrogate
+from .options import PreparedConfig, ReinforceConfig
 from .prompts import Prompt, Prompts, read_prompts
 from .rewards import Interrupted, RewardError, Task
 
-KEYS = ("task", "group", "updates", "clip_ratio", "kl", "max_new_tokens", "exact", "scale_rewards")
-SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-
-
-@dataclass(frozen=True)
-class ReinforceConfig(AdapterOptions):
-    """One run of reinforcement learning, of the model in --init."""
-
-    data: tuple[str, ...] = ()
-    """.jsonl files, with "prompt" or "messages" in every line, and what the task reads"""
-    # the function that rewards completions, MODULE:FUNCTION; it gets a line of the data and the
-    # texts
-    task: str = ""
-    group: int = 8  # completions per prompt
-    max_new_tokens: int = 64  # per completion, at most
-    temperature: float = 1.0  # of rollouts, more than 0
-    top_p: float = 1.0  # rollouts: draw among the fewest tokens that have this share together
-    top_k: int = 0  # rollouts: draw among the most likely so many tokens; 0: all
-    # rollouts: draw among tokens with at least this share of the most likely one's probability
-    min_p: float = 0.0
-    # whose log-probabilities training computes: of the distribution that tokens are drawn from
-    # (temperature and truncation, renormalised over the kept tokens), or of the model at
-    # temperature 1 over all tokens
-    logprobs_of: Literal["sampled", "model"] = "sampled"
-    batch: int | None = 64  # completions per step
-    steps: int | None = 200  # of rollouts, rewards and updates
-    updates: int = 1  # optimizer steps with the completions of a step
-    lr: float | None = 1e-6  # peak learning rate
-    warmup: int | None = 0  # steps of linear warm-up
-    # a token's probability ratio may differ from 1 by this in the direction of its advantage;
-    # beyond, it has no gradient
-    clip_ratio: float = 0.2
-    kl: float = 0.0  # weight of the KL divergence to the reference; 0: no reference
-    reference: str | None = None  # folder of the reference; none: --init
-    scale_rewards: bool = True  # divide advantages by the standard deviation of their group
-    # batch-invariant mode: log-probabilities of rollouts and training have the same bits; without
-    # it, the drift is measured
-    exact: bool = True
-    rollout_batch: int = 64  # sequences that are generated at the same time
-    # seconds that a call of the task may take; 0: no limit
-    reward_timeout: float = 600.0
-    # a call of the task that fails or takes too long: stop, with a checkpoint of the last step, or
-    # skip the completions
-    reward_errors: Literal["stop", "skip"] = "stop"
-    eval_batches: int = 8  # validation: at most so many times the prompts of a step
-    sample_prompt: str = ""  # of the hint at the end
-
-    fp8_head: ClassVar[bool] = False
-    # a step cannot be captured in a CUDA graph, because the loss is computed on the host
-    graph: ClassVar[bool] = False
-    HINTS: ClassVar[dict[str, str]] = {
-        "seq-len": "the longest prompt and --max-new-tokens decide it: leave it out"
-    }
-
-    def default_name(self, gpu: bool) -> str:
-        """Return the name of the run's folder if no --name is given."""
-        return "reinforce"
-
-    def resume_keys(self) -> tuple[str, ...]:
-        """Return those of training, KEYS, and what decides the rollouts."""
-        return (*RESUME_KEYS, *KEYS, *SAMPLING, "logprobs_of")
-
-    def may_change(self) -> set[str]:
-        """Return those of training, and the reference."""
-        return super().may_change() | {"reference"}
-
-    def validate(self) -> None:
-        """Raises UserError on a value out of range."""
-        super().validate()
-        if self.precision == "fp8":
-            raise UserError(
-                "--precision fp8 is not supported here, where log-probabilities are compared: "
-                "choose bf16"
-            )
-        if not (self.init or self.resume):
-            raise UserError("there is no model to train: give its folder with --init")
-        if not self.data:
-            raise UserError("there are no prompts: give .jsonl files with --data")
-        for name in ("group", "max_new_tokens", "updates", "rollout_batch"):
-            least = 2 if name == "group" else 1
-            if getattr(self, name) < least:
-                raise UserError(
-                    f"--{name.replace('_', '-')} must be at least {least}, got "
-                    f"{getattr(self, name)}"
-                )
-        if self.temperature == 0:
-            raise UserError(
-                "--temperature 0 draws the same completion again and again, from which nothing is "
-                "learned: give more than 0"
-            )
-        try:
-            self.sampling()
-        except ValueError as error:
-            raise UserError(f"--{str(error).replace('_', '-', 1)}") from None
-        if not 0 < self.clip_ratio < 1:
-            raise UserError(f"--clip-ratio must be between 0 and 1, got {self.clip_ratio}")
-        if not 0 <= self.reward_timeout < float("inf"):
-            raise UserError(
-                f"--reward-timeout must be a number of seconds, 0 for no limit, got "
-                f"{self.reward_timeout}"
-            )
-        if not 0 <= self.kl < float("inf"):
-            raise UserError(f"--kl must be a number and not negative, got {self.kl}")
-        if self.reference and not self.kl and not self.resume:
-            raise UserError("--reference needs --kl: give its weight, or neither")
-
-    def sampling(self) -> Sampling:
-        """Return how rollouts are drawn. Raises ValueError for a value out of range."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
-
-
-@dataclass(frozen=True)
-class PreparedConfig(ReinforceConfig):
-    """A ReinforceConfig with what the prompts decide."""
-
-    seq_len: int = 0  # tokens of the longest prompt and of --max-new-tokens
+LOGGED_STEPS = 100  # in rollouts.jsonl over a run, about
 
 
 class Rollouts(NamedTuple):
@@ -241,6 +126,7 @@ class ReinforceRun(Run):
             self.reference_sha256 = digest_of(self.reference)
         self.measured: list[Surrogate] = []
         self.rollout_numbers: dict[str, float] = {}
+        self.rollout_lines: list[dict[str, Any]] = []
         self.tokens = 0
 
     @property
@@ -342,14 +228,21 @@ class ReinforceRun(Run):
             start = len(prompt.ids) - 1
             drawn[row, start : start + len(completion)] = [x for x, _ in completion.logprobs or ()]
             advantages[row] = scaled.flat[row]
+        self.log_rollouts(prompt_of_row, completions, rewards.ravel(), scaled.ravel())
+        own_rewards = [row[own] for row, own in zip(rewards, rewarded)]
         sums = [
             rewards[rewarded].sum(),
             sum(map(len, completions)),
-            sum(len(set(row[own])) < 2 for row, own in zip(rewards, rewarded)),
+            sum(len(set(own)) < 2 for own in own_rewards),
+            sum(own.std() for own in own_rewards if own.size),
+            sum(x.reason != "stop" for x in completions),
+            -sum(logprob for x in completions for logprob, _ in x.logprobs or ()),
             rewards.size,
             rewarded.sum(),
         ]
-        total, tokens, same, n, n_rewarded = self.ranks.sum([float(x) for x in sums])
+        total, tokens, same, deviations, truncated, entropy, n, n_rewarded = self.ranks.sum(
+            [float(x) for x in sums]
+        )
         if not n_rewarded:
             why = f"the task {c.task} returned None for all: return a number for some of them"
             if self.failures:
@@ -358,12 +251,46 @@ class ReinforceRun(Run):
         self.tokens = ids.size * self.ranks.world
         self.rollout_numbers = {
             "reward": total / n_rewarded,
+            "reward_std": deviations * c.group / n,
             "completion_tokens": tokens / n,
+            "truncated": truncated / n,
+            "entropy": entropy / tokens,
             "equal_groups": same * c.group / n,
         }
         if n_rewarded < n:
             self.rollout_numbers["without_reward"] = 1 - n_rewarded / n
         return self.with_constants(Rollouts(ids, targets, drawn, advantages))
+
+    def log_rollouts(
+        self,
+        prompts: list[Prompt],
+        completions: list[Completion],
+        rewards: np.ndarray,
+        advantages: np.ndarray,
+    ) -> None:
+        """Keep the lines of rollouts.jsonl for this step, of all ranks, if it is one of those that
+        are logged. All arguments: one per completion."""
+        every = self.config.rollouts_every
+        if every is None:
+            every = max(1, self.config.steps // LOGGED_STEPS)
+        step = self.done + 1
+        self.rollout_lines = []
+        if not every or (step % every and step not in (1, self.config.steps)):
+            return
+        rows = zip(prompts, completions, rewards, advantages)
+        lines = [
+            {
+                "step": step,
+                "prompt": self.corpus.tokenizer.decode(prompt.ids),
+                "completion": self.text(completion),
+                "reward": None if np.isnan(reward) else float(reward),
+                "advantage": float(advantage),
+                "finish": completion.reason,
+                "tokens": len(completion),
+            }
+            for prompt, completion, reward, advantage in rows
+        ]
+        self.rollout_lines = [line for lines in self.ranks.gather(lines) for line in lines]
 
     def with_constants(self, batch: Rollouts) -> Rollouts:
         """Compute what stays the same in all updates of a step: the kept tokens, and the
@@ -411,7 +338,8 @@ class ReinforceRun(Run):
         clipped, tokens = self.ranks.sum([clipped, tokens])
         extra = {**self.rollout_numbers, **numbers, "clipped": clipped / tokens}
         mean = [np.array([np.mean(x)], np.float32) for x in (losses, norms)]
-        return StepResult(self.done, mean[0], mean[1], self.optimizer.lr, extra)
+        lines = self.rollout_lines
+        return StepResult(self.done, mean[0], mean[1], self.optimizer.lr, extra, lines)
 
     def first_update(self) -> dict[str, float]:
         """Return how far rollouts and training are apart, and the KL to the reference. Raises

@@ -21,6 +21,7 @@ FILES = (
     "layers.jsonl",
     "timing.jsonl",
     "samples.txt",
+    "rollouts.jsonl",
     "sentence.json",
     "profile.json",
     "starts.jsonl",

@@ -60,6 +60,7 @@ def sections_of(run: Record) -> list[str]:
             sections.fp8,
             sections.sentence,
             sections.samples,
+            sections.rollouts,
             sections.profile,
             sections.configuration,
         )

@@ -20,7 +20,7 @@ class Record:
 
     metrics, layers, timing: the JSON lines of their files, each with a "step". samples: (step,
     text).
-    starts: the lines of starts.jsonl.
+    starts, rollouts: the lines of starts.jsonl and rollouts.jsonl.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Record:
     sentence: dict[str, Any] = field(default_factory=dict)
     profile: dict[str, Any] = field(default_factory=dict)
     starts: list[dict[str, Any]] = field(default_factory=list)
+    rollouts: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
     @cached_property
@@ -89,8 +90,11 @@ def read(folder: Path) -> Record:
     run.metrics, run.layers, run.timing = (
         _lines(run, name) for name in ("metrics.jsonl", "layers.jsonl", "timing.jsonl")
     )
-    if (folder / "starts.jsonl").is_file():  # runs of earlier versions have none
+    # runs of earlier versions have no starts, others than those of `reinforce` no rollouts
+    if (folder / "starts.jsonl").is_file():
         run.starts = _lines(run, "starts.jsonl")
+    if (folder / "rollouts.jsonl").is_file():
+        run.rollouts = _lines(run, "rollouts.jsonl")
     text = _text(run, "samples.txt") or ""
     pieces = re.split(r"^--- step (\d{1,12})$\n?", text, flags=re.M)
     run.samples = [(int(n), s.rstrip("\n")) for n, s in zip(pieces[1::2], pieces[2::2])]

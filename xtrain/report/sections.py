@@ -15,6 +15,7 @@ from .style import table, tiles
 
 MOST_EVENTS = 30
 MOST_SAMPLES = 40
+MOST_ROLLOUTS = 32
 
 
 def head(run: Record) -> str:
@@ -150,9 +151,16 @@ def rewards(run: Record) -> str:
         chart(
             run,
             "Shares",
-            "of tokens, of groups",
+            "of tokens, of groups, of completions",
             Curve("clipped tokens", run.points("clipped"), palette(3)),
+            Curve("completions without an end", run.points("truncated"), palette(2)),
             Curve("groups of equal rewards", run.points("equal_groups"), palette(1)),
+        ),
+        chart(
+            run,
+            "Entropy",
+            "nats per token",
+            Curve("of what was drawn", run.points("entropy"), palette(0)),
         ),
         chart(
             run,
@@ -370,6 +378,18 @@ def samples(run: Record) -> str:
         for i, (n, text) in enumerate(chosen)
     )
     return f"<h2>Samples over time</h2>{shown}"
+
+
+def rollouts(run: Record) -> str:
+    """Return a table of completions of the last step that rollouts.jsonl has, at most
+    MOST_ROLLOUTS: groups stay together."""
+    last = max((line["step"] for line in run.rollouts), default=None)
+    lines = [line for line in run.rollouts if line["step"] == last][:MOST_ROLLOUTS]
+    columns = ["prompt", "completion", "reward", "advantage", "finish", "tokens"]
+    text = lambda x: f"{x:.4g}" if isinstance(x, float) else str(x)
+    rows = [[text(line.get(name, "")) for name in columns] for line in lines]
+    shown = table(columns, rows)
+    return shown and f"<h2>Completions of step {last:,}</h2>{shown}"
 
 
 def profile(run: Record) -> str:

@@ -51,7 +51,8 @@ from ..nn.autograd import Tensor
 from ..nn.model import Transformer
 
 OPTIMIZER = "optimizer.safetensors"
-LOGS = ("metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt")  # the files of a RunLog
+# the files of a RunLog
+LOGS = ("metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt", "rollouts.jsonl")
 TEMPORARY = ".step-*.tmp"  # checkpoints that are being written, or whose writer was killed
 
 

@@ -251,6 +251,8 @@ class Loop:
             extra = step.extra | fp8_numbers(run.model.fp8, counts_nK2[i])
             numbers = StepNumbers(step.step, loss, norm, step.lr, skipped, extra)
             self.log.step(numbers, timing, now - (n - 1 - i) * seconds)
+            if step.rollouts:
+                self.log.rollouts(step.rollouts)
             if run.skips_in_a_row_read == c.max_skips:
                 raise UserError(
                     f"{c.max_skips} steps in a row were skipped (--max-skips), the last at step "

@@ -69,6 +69,7 @@ class StepResult:
     grad_norm: Array
     lr: float
     extra: dict[str, float] = field(default_factory=dict)  # further numbers, on the host
+    rollouts: list[dict[str, Any]] = field(default_factory=list)  # lines of rollouts.jsonl
     fp8_counts: Array | None = None  # Fp8Scales.last_counts_K, a copy that is still on the device
 
 

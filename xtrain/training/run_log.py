@@ -14,6 +14,8 @@ starts.jsonl    each start of the run: its command line, and the commit of the w
                 (run_folder.py)
 trackers.json   the identity of the logged run of --log (trackers.py)
 samples.txt     generated text
+rollouts.jsonl  of reinforcement learning, a completion a line: step, prompt, completion, reward,
+                advantage, finish, tokens; of some steps all (--rollouts-every)
 loss.png        the loss curve
 sentence.json   a held-out sentence with the model's predictions, written at the end
 report.html     all of this on one page (xtrain/report)
@@ -86,7 +88,8 @@ class RunLog:
         self.every = max(1, self.steps // LINES_WITHOUT_TERMINAL)
         self.metrics: list[dict[str, Any]] = _cut_jsonl(folder / "metrics.jsonl", self.first_step)
         timing = _cut_jsonl(folder / "timing.jsonl", self.first_step)
-        _cut_jsonl(folder / "layers.jsonl", self.first_step)
+        for name in ("layers.jsonl", "rollouts.jsonl"):
+            _cut_jsonl(folder / name, self.first_step)
         seconds = [t["seconds"] for t in timing if is_number(t.get("seconds"))]
         self.seconds_before = max(seconds, default=0.0)  # of the run before it was resumed
         _truncate(folder / "samples.txt", state.get("logs", {}).get("samples.txt", 0))
@@ -208,6 +211,10 @@ class RunLog:
         self.console.print(text, markup=False, highlight=False)
         self.console.rule()
 
+    def rollouts(self, lines: list[dict[str, Any]]) -> None:
+        """Log the completions of a step."""
+        self.append("rollouts.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+
     def record(self, name: str, record: dict[str, Any]) -> None:
         """Append a line of JSON, with null for NaN and infinity, which JSON does not have."""
         line: dict[str, Any] = {
@@ -286,6 +293,7 @@ class NullRunLog:
         pass
 
     __exit__ = step = layers = validation = tasks = measured = sample = picture = _nothing
+    rollouts = _nothing
 
     def flush(self) -> bool:
         """Return True: nothing is pending."""

@@ -1,0 +1,133 @@
+"""The options of reinforcement learning."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ..errors import UserError
+from ..kernels.decoding.sampling import Sampling
+from ..run_options import RESUME_KEYS
+from ..tuning.finetune import AdapterOptions
+
+KEYS = ("task", "group", "updates", "clip_ratio", "kl", "max_new_tokens", "exact", "scale_rewards")
+KEYS += ("temperature", "top_p", "top_k", "min_p", "logprobs_of")
+
+
+@dataclass(frozen=True)
+class ReinforceConfig(AdapterOptions):
+    """One run of reinforcement learning, of the model in --init."""
+
+    data: tuple[str, ...] = ()
+    """.jsonl files, with "prompt" or "messages" in every line, and what the task reads"""
+    # the function that rewards completions, MODULE:FUNCTION; it gets a line of the data and the
+    # texts
+    task: str = ""
+    group: int = 8  # completions per prompt
+    max_new_tokens: int = 64  # per completion, at most
+    temperature: float = 1.0  # of rollouts, more than 0
+    top_p: float = 1.0  # rollouts: draw among the fewest tokens that have this share together
+    top_k: int = 0  # rollouts: draw among the most likely so many tokens; 0: all
+    # rollouts: draw among tokens with at least this share of the most likely one's probability
+    min_p: float = 0.0
+    # whose log-probabilities training computes: of the distribution that tokens are drawn from
+    # (temperature and truncation, renormalised over the kept tokens), or of the model at
+    # temperature 1 over all tokens
+    logprobs_of: Literal["sampled", "model"] = "sampled"
+    batch: int | None = 64  # completions per step
+    steps: int | None = 200  # of rollouts, rewards and updates
+    updates: int = 1  # optimizer steps with the completions of a step
+    lr: float | None = 1e-6  # peak learning rate
+    warmup: int | None = 0  # steps of linear warm-up
+    # a token's probability ratio may differ from 1 by this in the direction of its advantage;
+    # beyond, it has no gradient
+    clip_ratio: float = 0.2
+    kl: float = 0.0  # weight of the KL divergence to the reference; 0: no reference
+    reference: str | None = None  # folder of the reference; none: --init
+    scale_rewards: bool = True  # divide advantages by the standard deviation of their group
+    # batch-invariant mode: log-probabilities of rollouts and training have the same bits; without
+    # it, the drift is measured
+    exact: bool = True
+    rollout_batch: int = 64  # sequences that are generated at the same time
+    # steps between those whose completions are all written to rollouts.jsonl; 0: none; none: a
+    # hundredth of all steps
+    rollouts_every: int | None = None
+    # seconds that a call of the task may take; 0: no limit
+    reward_timeout: float = 600.0
+    # a call of the task that fails or takes too long: stop, with a checkpoint of the last step, or
+    # skip the completions
+    reward_errors: Literal["stop", "skip"] = "stop"
+    eval_batches: int = 8  # validation: at most so many times the prompts of a step
+    sample_prompt: str = ""  # of the hint at the end
+
+    fp8_head: ClassVar[bool] = False
+    # a step cannot be captured in a CUDA graph, because the loss is computed on the host
+    graph: ClassVar[bool] = False
+    HINTS: ClassVar[dict[str, str]] = {
+        "seq-len": "the longest prompt and --max-new-tokens decide it: leave it out"
+    }
+
+    def default_name(self, gpu: bool) -> str:
+        """Return the name of the run's folder if no --name is given."""
+        return "reinforce"
+
+    def resume_keys(self) -> tuple[str, ...]:
+        """Return those of training and KEYS."""
+        return (*RESUME_KEYS, *KEYS)
+
+    def may_change(self) -> set[str]:
+        """Return those of training, and the reference."""
+        return super().may_change() | {"reference"}
+
+    def validate(self) -> None:
+        """Raises UserError on a value out of range."""
+        super().validate()
+        if self.precision == "fp8":
+            raise UserError(
+                "--precision fp8 is not supported here, where log-probabilities are compared: "
+                "choose bf16"
+            )
+        if not (self.init or self.resume):
+            raise UserError("there is no model to train: give its folder with --init")
+        if not self.data:
+            raise UserError("there are no prompts: give .jsonl files with --data")
+        if self.rollouts_every is not None and self.rollouts_every < 0:
+            raise UserError(
+                f"--rollouts-every must be 0 for none, or more, got {self.rollouts_every}"
+            )
+        for name in ("group", "max_new_tokens", "updates", "rollout_batch"):
+            least = 2 if name == "group" else 1
+            if getattr(self, name) < least:
+                raise UserError(
+                    f"--{name.replace('_', '-')} must be at least {least}, got "
+                    f"{getattr(self, name)}"
+                )
+        if self.temperature == 0:
+            raise UserError(
+                "--temperature 0 draws the same completion again and again, from which nothing is "
+                "learned: give more than 0"
+            )
+        try:
+            self.sampling()
+        except ValueError as error:
+            raise UserError(f"--{str(error).replace('_', '-', 1)}") from None
+        if not 0 < self.clip_ratio < 1:
+            raise UserError(f"--clip-ratio must be between 0 and 1, got {self.clip_ratio}")
+        if not 0 <= self.reward_timeout < float("inf"):
+            raise UserError(
+                f"--reward-timeout must be a number of seconds, 0 for no limit, got "
+                f"{self.reward_timeout}"
+            )
+        if not 0 <= self.kl < float("inf"):
+            raise UserError(f"--kl must be a number and not negative, got {self.kl}")
+        if self.reference and not self.kl and not self.resume:
+            raise UserError("--reference needs --kl: give its weight, or neither")
+
+    def sampling(self) -> Sampling:
+        """Return how rollouts are drawn. Raises ValueError for a value out of range."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+@dataclass(frozen=True)
+class PreparedConfig(ReinforceConfig):
+    """A ReinforceConfig with what the prompts decide."""
+
+    seq_len: int = 0  # tokens of the longest prompt and of --max-new-tokens
