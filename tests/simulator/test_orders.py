@@ -1,11 +1,14 @@
 """Launches in several orders of blocks and warps: bugs that the usual order hides, each with a twin that is right."""
 
+import sys
+
 import numpy as np
 import pytest
 from numba import cuda, float32, int32
 
 from xtrain import simulator
 from xtrain.simulator import DeadlockError, Stepper, check, observe, run, simulate
+from xtrain.simulator import __main__ as command
 
 
 @cuda.jit(device=True)
@@ -194,3 +197,28 @@ def test_wrong_numbers(wrong):
         run(counts, 1, 1, np.zeros(1, np.int32), **wrong)
     with pytest.raises(ValueError, match=next(iter(wrong))), simulate(**wrong):
         pass
+
+
+SCRIPT = """
+import numpy as np
+from test_orders import two_locks
+two_locks[2, 1](np.zeros(1), np.zeros(2, np.int32), 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ([], 0, ""),
+        (["--schedules", "8"], 1, "DeadlockError: deadlock in two_locks"),
+        (["--schedules", "0"], 2, "schedules=0 is not a positive integer"),
+        (["--seed", "x"], 2, "--seed x: give a number"),
+    ],
+)
+def test_the_command_has_the_options(tmp_path, monkeypatch, capsys, options, code, words):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert command.main([*options, str(script)]) == code
+    assert words in capsys.readouterr().err

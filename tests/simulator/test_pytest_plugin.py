@@ -150,7 +150,8 @@ def test_fill():
 def test_blocks_in_several_processes(python, tmp_path):
     (tmp_path / "test_it.py").write_text(MANY_BLOCKS, encoding="utf-8")
     pytest_with = "-m", "pytest", *PLUGIN
-    run = python(tmp_path, *pytest_with, "--simulate-cuda", "--cuda-processes", "3")
+    more = "--cuda-processes", "3", "--cuda-schedules", "1"
+    run = python(tmp_path, *pytest_with, "--simulate-cuda", *more)
     assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout + run.stderr
     run = python(tmp_path, *pytest_with, "--simulate-cuda", "--cuda-processes", "0")
     assert run.returncode == 4 and "processes=0 is not a positive integer" in run.stderr

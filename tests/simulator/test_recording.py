@@ -200,3 +200,19 @@ def test_a_long_recording_is_cut(monkeypatch):
     recording = record(block_sum_kernel, 1, 64, ones(1), ones(64))
     assert recording.cut and sum(map(len, recording.events)) == 100
     assert not record(late_kernel, 1, 32, ones(256), ones(256)).cut
+
+
+POINT = np.dtype([("n", np.int32), ("x", np.float32)])
+
+
+@cuda.jit
+def adds_to_a_record(r, points):
+    r.n += 1
+    points[cuda.threadIdx.x].x = r.n
+
+
+def test_a_kernel_of_records_is_recorded():
+    record_of_one = np.zeros(1, POINT)[0]
+    points = np.zeros(1, POINT)
+    recording = record(adds_to_a_record, 1, 1, record_of_one, points)
+    assert recording.error is None and record_of_one["n"] == points["x"][0] == 1

@@ -1,5 +1,6 @@
 """What the page of a recording shows of data: arrays in their shape, variables, counters, the grid, sizes for fingers."""
 
+import functools
 import time
 
 import numpy as np
@@ -39,6 +40,7 @@ def values(n):
     return (np.arange(16 * n, dtype=np.float32) % 15).reshape(16, n) / 4
 
 
+@functools.cache
 def recorded(n=32):
     a = values(n)
     b = np.ones((n, 16), np.float32)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .block import Launch
-from .errors import KernelError, reported_kinds
+from .errors import KernelError
 from .memory import poisoned
 from .observers import observe
 from .orders import orders_of
@@ -121,7 +121,7 @@ def launched(
 ) -> Launch:
     """`run`, which returns the launch that has run."""
     orders = orders_of(schedules, seed)
-    reported = reported_kinds(allow, orders.kinds(enable))
+    reported = orders.reported(allow, enable)
 
     def make(schedule=None):
         launch = Launch(
@@ -167,7 +167,7 @@ def check(
     exception in the kernel ends the run. schedules, seed: as for `run`.
     """
     orders = orders_of(schedules, seed)
-    reported = reported_kinds(allow, orders.kinds(enable))
+    reported = orders.reported(allow, enable)
 
     def make(schedule=None):
         return Launch(

@@ -151,8 +151,8 @@ class Launch:
         # (first byte, end) of a tensor -> did a copy of this launch write it?
         self.copies: dict = {}
         self.observers = observers.current()
-        if performance.KINDS & self.reported:
-            self.observers += (performance.Performance(self.reported),)
+        if performance.KINDS & self.reported.asked:
+            self.observers += (performance.Performance(self.reported.asked),)
         self.let_next_early = False  # it called let_next_start before it waited itself: early.py
 
     def _check_size(self, shared):

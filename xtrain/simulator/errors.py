@@ -75,9 +75,10 @@ KINDS = {
 
 class Reported(frozenset):
     """The kinds of findings that are reported. allowed: "kind:array" for those that are not for one
-    array."""
+    array. asked: the kinds that the program has enabled."""
 
     allowed: frozenset[str] = frozenset()
+    asked: frozenset[str] = frozenset()
 
     def covers(self, kind, sites) -> bool:
         """Is a finding of this kind at these places reported?"""

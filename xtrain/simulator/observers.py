@@ -120,9 +120,10 @@ class _Observed:
         return self.load(a, (i, j), site)
 
     def store(self, a, index, value, site):
-        k = a.locate(index)
-        if k is not None:
-            self._tell(a, k, site, WRITE, value)
+        if type(a) is Array:
+            k = a.locate(index)
+            if k is not None:
+                self._tell(a, k, site, WRITE, value)
         return super().store(a, index, value, site)
 
     def _atomic(self, site, a, index, name, change, **how):

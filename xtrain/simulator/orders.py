@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .block import Launch, previous
-from .errors import KernelError
+from .errors import KernelError, Reported, reported_kinds
 from .schedules import Schedule
 
 
@@ -35,11 +35,14 @@ class Orders(NamedTuple):
     usual: Schedule | None
     seeds: range
 
-    def kinds(self, enable) -> tuple[str, ...]:
-        """The kinds of findings that are enabled."""
+    def reported(self, allow, enable) -> Reported:
+        """The kinds of findings to report."""
         if self.seeds:
-            return (*enable, "order_dependent")
-        return tuple(enable)
+            reported = reported_kinds(allow, (*enable, "order_dependent"))
+        else:
+            reported = reported_kinds(allow, enable)
+        reported.asked = frozenset(enable) & reported
+        return reported
 
     def run(self, launch: Launch, make: Callable[[Schedule | None], Launch]) -> None:
         """Run a launch in all orders. make: a new launch of the same. Reports and raises as the

@@ -57,8 +57,8 @@ class _Line:
 class Performance(Observer):
     """Counts in one launch what the kinds that are reported ask for."""
 
-    def __init__(self, reported):
-        self.kinds = KINDS & reported
+    def __init__(self, kinds):
+        self.kinds = KINDS & kinds
         self.turns: dict = defaultdict(int)  # (block, thread, instruction) -> elements so far
         # block -> (instruction, turn) -> warp -> [(lane, byte)]
         self.groups: dict = {}
