@@ -138,12 +138,13 @@ SAYS = {
     "stuck": ("rank {}, step 4: no progress for 1 s", "WORLD.Recv("),
     "frozen": (),  # nothing of the frozen rank can speak: its own timer or the other rank's watchdog ends the job
 }
-# Each fault of rank 0 and of another, in each of its places (exit is raised as any exception)
-FAULTS = [(2, "raise step", 0), (2, "exit step", 1), (2, "kill collective", 0)]
-FAULTS += [(2, "leave collective", 0), (2, "hang step", 1), (2, "hang collective", 0)]
-FAULTS += [(2, "stuck collective", 0), (2, "stuck collective", 1)]
-FAULTS += [(2, "frozen step", 0), (2, "frozen step", 1)]
-FAULTS += [(4, "raise collective", 2), (4, "kill step", 2), (4, "leave step", 2)]
+# Each fault in each of its places (exit is raised as any exception), then of the other rank and of more ranks
+FAULTS = [(2, "raise step", 0), (2, "kill collective", 0), (2, "leave collective", 0)]
+FAULTS += [(2, "hang step", 1), (2, "hang collective", 0), (2, "stuck collective", 0)]
+FAULTS += [(2, "frozen step", 0), (4, "raise collective", 2)]
+MORE = [(2, "exit step", 1), (2, "stuck collective", 1), (2, "frozen step", 1)]
+MORE += [(4, "kill step", 2), (4, "leave step", 2)]
+FAULTS += [pytest.param(*fault, marks=only_slow) for fault in MORE]
 
 
 @mpi

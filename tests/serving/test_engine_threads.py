@@ -182,7 +182,7 @@ def test_cancelling_between_any_two_statements(model, how):
     """As a finalizer does, which may run in any thread and inside a step of that thread: it must not wait for the step."""
     total = closed_at_line(model, 0, how)
     assert total > 200
-    for number in range(1 + (how == "here"), total, 19):
+    for number in range(1 + (how == "here"), total, 37):
         closed_at_line(model, number, how)
 
 
