@@ -319,7 +319,9 @@ def test_nothing_stays_of_the_warm_up():
 
     def graphed(variant):
         captured.append(variant)
-        assert model.adapters.rows is engine.runner.batch.device["adapter"]  # whose address graphs keep
+        assert (
+            model.adapters.rows is engine.runner.batch.device["adapter"]
+        )  # whose address graphs keep
         return variant[0](*variant[1:])
 
     engine.runner.graphed = graphed

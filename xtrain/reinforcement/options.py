@@ -8,7 +8,16 @@ from ..kernels.decoding.sampling import Sampling
 from ..run_options import RESUME_KEYS
 from ..tuning.finetune import AdapterOptions
 
-KEYS = ("task", "group", "updates", "clip_ratio", "kl", "max_new_tokens", "exact", "scale_rewards")
+KEYS: tuple[str, ...] = (
+    "task",
+    "group",
+    "updates",
+    "clip_ratio",
+    "kl",
+    "max_new_tokens",
+    "exact",
+    "scale_rewards",
+)
 KEYS += ("temperature", "top_p", "top_k", "min_p", "logprobs_of")
 
 

@@ -284,7 +284,8 @@ def _http(connection: Connection, address: Address) -> None:
         facts, options = connection.recv()
     except EOFError:  # the model could not be loaded, or the start was interrupted
         return
-    client = EngineClient(connection, *facts, lost=lost)
+    client = EngineClient(connection, *facts)
+    client.lost = lost
     app = create_app(client, texts, **options)
     gc.freeze()  # a collection that visits all that imports have made takes long
     server = HttpServer(app, address.host, address.port, address.drain)

@@ -192,9 +192,10 @@ def _compile_in_processes(jobs: Sequence[tuple]) -> dict[tuple, concurrent.futur
         return {}
     capability = cupy().cuda.Device().compute_capability  # "90"
     capability = int(capability[:-1]), int(capability[-1])
-    start = dict(initializer=_start_worker, initargs=(jobs, capability))
     fork = multiprocessing.get_context("fork")
-    workers = concurrent.futures.ProcessPoolExecutor(min(cores(), len(jobs)), fork, **start)
+    workers = concurrent.futures.ProcessPoolExecutor(
+        min(cores(), len(jobs)), fork, _start_worker, (jobs, capability)
+    )
     with warnings.catch_warnings(), dispatcher.global_compiler_lock:
         warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
         try:  # the processes are forked in the first call of `submit`
