@@ -728,7 +728,11 @@ for what, identity in {
     "decode, 128 rows": "bench_exact/decode step Qwen3-0.6B/B=128 context=512/bf16",
     "decode, 32 rows": "bench_exact/decode step Qwen3-0.6B/B=32 context=512/bf16",
     "decode, 8 rows": "bench_exact/decode step Qwen3-0.6B/B=8 context=512/bf16",
-    "decode, 1 row": "bench_exact/decode step Qwen3-0.6B/B=1 context=512/bf16",
+    "1 row": "bench_exact/decode step Qwen3-0.6B/B=1 context=512/bf16",
+    "1 row, 1 B": "bench_exact/decode step Llama-3.2-1B/B=1 context=512/bf16",
+    "32 rows, long": "bench_exact/decode step Qwen3-0.6B/B=32 context=4096/bf16",
+    "8 rows, long": "bench_exact/decode step Qwen3-0.6B/B=8 context=4096/bf16",
+    "1 row, long": "bench_exact/decode step Qwen3-0.6B/B=1 context=4096/bf16",
 }.items():
     r = lesson.record(identity)
     costs[what] = r["cost"]
@@ -747,7 +751,8 @@ lesson.figures.bars(costs, "times as long", limit=("no cost", 1.0))
 # %% [markdown]
 # With many rows the order is free. (The long prompt was measured twice, with different results:
 # [Serve a model](howto/serve.md#the-same-bits) has both.) With one row the fast mode shares each sum among
-# many blocks, and the exact mode cannot: its time is that of chains which wait for themselves.
+# many blocks, and the exact mode cannot: its time is that of chains which wait for themselves. And with one row and 4096
+# keys it is slowest by far, because of the order that its attention has; the library's kernel, below, shows which.
 #
 # ## The improvement
 #
@@ -773,6 +778,8 @@ print(gemv_chain.__doc__)
 # %% [markdown]
 # Attention goes another way than your 35.2. Training's kernel on Hopper walks along tiles of keys with a *running* maximum,
 # from the last tile to the first, so decoding has this order, too, and one block has all keys of a sequence's key head.
+# With many sequences there are enough blocks. With one long sequence most multiprocessors are idle: that is the last row
+# of the table. The order of 35.2 would let many blocks share the keys; its price is the second accumulator, in training.
 # Within a tile there is freedom: scores of different keys are different sums, and so are the outputs of different
 # channels. One order, two schedules, one level further down:
 
