@@ -15,7 +15,7 @@ rollouts   SmolLM2-135M's shape: completions of 5.6 tokens in the mean (1 to 12)
            against transformers' generate, which runs until the longest one of the batch has ended.
            xtrain also returns the log-probabilities, which training needs.
 
-Every time is the median of --repeats runs after one that is not counted.
+Every time is the median of --repeats runs, after --warm-up steps or one other run.
 """
 
 import gc
@@ -87,6 +87,7 @@ class Options:
     micro_batch: int = 32  # rows of a forward pass of training
     trl_micro_batch: int = 16
     repeats: int = 2
+    warm_up: int = 2  # steps that are not counted: the first mode also fills the memory pools
 
 
 def clean() -> None:
@@ -107,9 +108,9 @@ def synchronize() -> None:
         cp.cuda.Device().synchronize()
 
 
-def median_ms(seconds: list[float]) -> float:
-    """Return the median in ms of all but the first."""
-    return 1e3 * statistics.median(seconds[1:])
+def median_ms(seconds: list[float], warm_up: int = 1) -> float:
+    """Return the median in ms of all but the first ones."""
+    return 1e3 * statistics.median(seconds[warm_up:])
 
 
 # ----------------------------------------------------------------------------- texts and rewards
@@ -187,15 +188,15 @@ def bench_step(o: Options) -> None:
         run = make_run(o, mode == "exact")
         steps = []
         rollouts = []
-        for _ in range(o.repeats + 1):
+        for _ in range(o.warm_up + o.repeats):
             synchronize()
             start = time.perf_counter()
             result = run.step()
             synchronize()
             steps.append(time.perf_counter() - start)
             rollouts.append(run.rollout_seconds)
-        medians[mode] = median_ms(steps)
-        rollout_ms = median_ms(rollouts)
+        medians[mode] = median_ms(steps, o.warm_up)
+        rollout_ms = median_ms(rollouts, o.warm_up)
         more: dict[str, Any] = {}
         if mode == "exact" and "fast" in medians:
             fast = medians["fast"]

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import types
 
 import pytest
@@ -44,17 +45,22 @@ def whole(folder, tmp_path_factory):
     return reinforce(config_of(folder, tmp_path_factory.mktemp("whole")), SILENT)
 
 
-def dies_at(owner, name, n):
-    """The process ends at the n-th call of a function."""
+def dies_at(owner, name, n, left):
+    """The process ends at the n-th call of a function, when `left` checkpoints are written."""
     call, calls = getattr(owner, name), []
 
-    def counted(*arguments, **options):
-        calls.append(None)
-        if len(calls) == n:
-            os._exit(9)
-        return call(*arguments, **options)
+    def prepare(run):
+        def counted(*arguments, **options):
+            calls.append(None)
+            if len(calls) == n:
+                while left and not (run / "checkpoints" / f"step-00000{left}").exists():
+                    time.sleep(0.01)  # a thread writes it
+                os._exit(9)
+            return call(*arguments, **options)
 
-    return lambda run: setattr(owner, name, counted)
+        setattr(owner, name, counted)
+
+    return prepare
 
 
 def dies_writing(n):
@@ -64,10 +70,10 @@ def dies_writing(n):
 
 
 POINTS = {  # where the process ends, and the checkpoints that it leaves
-    "in the first rollout": (dies_at(Engine, "_step", 4), 0),
-    "in a rollout of the second step": (dies_at(Engine, "_step", 30), 1),
-    "between micro-batches": (dies_at(module, "surrogate", 6), 1),
-    "in the second update": (dies_at(module, "surrogate", 8), 1),
+    "in the first rollout": (dies_at(Engine, "_step", 4, 0), 0),
+    "in a rollout of the second step": (dies_at(Engine, "_step", 30, 1), 1),
+    "between micro-batches": (dies_at(module, "surrogate", 6, 1), 1),
+    "in the second update": (dies_at(module, "surrogate", 8, 1), 1),
     "before the first byte of a checkpoint": (dies_writing(1), 0),
     "in the weights of a checkpoint": (dies_writing(5), 0),
     "in the second checkpoint": (dies_writing(80), 1),

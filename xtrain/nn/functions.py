@@ -410,11 +410,10 @@ class LinearLogprobs(Function):
     ):
         N = x_NC.shape[0]
         logprobs_N = empty(x_NC, N, wide_dtype(x_NC))
-        temperature_N = sampling.columns(x_NC, N)[0]
         new = sampling.truncates and kept_NW is None
         if new:
             kept_NW = empty(x_NC, (N, _kept_tokens.mask_words(vocab_size)), np.int32)
-        change_logits = change_to_sampled(sampling, temperature_N, kept_NW, vocab_size)
+        change_logits = change_to_sampled(sampling, kept_NW, vocab_size)
         for part, logits in logits_of_parts(x_NC, w_PC, rows):
             if new:
                 kept_NW[part] = kept_of(logits, targets_N[part], sampling, vocab_size)
@@ -468,7 +467,7 @@ def linear_kept_tokens(
 
 
 def change_to_sampled(
-    sampling: Sampling, temperature_N: Array, kept_NW: Array | None, vocab_size: int
+    sampling: Sampling, kept_NW: Array | None, vocab_size: int
 ) -> Callable[[Array, slice], None]:
     """Return a function that changes the logits of some rows to those that are sampled from."""
 
@@ -476,7 +475,8 @@ def change_to_sampled(
         if sampling == UNCHANGED:
             return
         kept = None if kept_NW is None else kept_NW[part]
-        _kept_tokens.sampled_logits(logits, temperature_N[part], kept, vocab_size)
+        temperature_N, *_ = sampling.columns(logits, len(logits))
+        _kept_tokens.sampled_logits(logits, temperature_N, kept, vocab_size)
 
     return change
 
