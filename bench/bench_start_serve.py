@@ -5,7 +5,7 @@
 A folder with Qwen3-0.6B's shape, random weights in bf16 and a vocabulary of 143,000 tokens is made.
 Then three servers start, each in a new process: `cold` with empty caches of xtrain's and of CuPy's
 kernels, `warm` twice with what it has left. Each line is one part of the start: the seconds that it
-took, and when it had ended. The HTTP process starts after `packages` and runs next to the others.
+took, and when it had ended. The HTTP process starts after the imports and runs next to the others.
 After `ready` come the first requests, one after the other, and then twice --prompts prompts of
 --length tokens at once: time to the first text, and between two events of one stream, in
 milliseconds, and the parts of steps that took more than 50 ms. --cpu: a tiny model on the CPU, to
@@ -64,8 +64,6 @@ if __name__ == "__main__":
     mark("Python")
     import xtrain.serve
     mark("import xtrain.serve")
-    import uvicorn, xtrain.server.app, xtrain.server.tracing
-    mark("packages of the HTTP side")
     from xtrain.device import cupy
     from xtrain.kernels import row_bits
     from xtrain.kernels.runtime import launch

@@ -90,3 +90,21 @@ def test_garbage_is_collected_after_the_import():
     assert imported(code) == ["True", "0"]
     off = "import gc, sys; gc.disable(); import xtrain; print(gc.isenabled(), file=sys.stderr)"
     assert imported(off) == ["False"]
+
+
+SERVE = """
+import contextlib, sys
+from xtrain.server import listen
+def load(options):
+    print(*sys.modules, file=sys.stderr)
+    sys.exit()
+listen.Options.load = load
+listen.bound = listen.HttpProcess = lambda *_: contextlib.nullcontext([])
+listen.serve(listen.Options(model="none"))
+"""
+
+
+def test_only_the_http_process_imports_its_packages():
+    late = {"starlette", "uvicorn", "pydantic", "prometheus_client", "jinja2", "llguidance", "transformers"}
+    modules = imported(SERVE)
+    assert "xtrain.serving.engine" in modules and too_early(modules, late) == set()

@@ -406,6 +406,12 @@ def test_the_http_process_starts_before_the_model_is_loaded(monkeypatch):
     assert http.return_value.__exit__.called
 
 
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(listen, "PACKAGES", ("uvicorn", "no_such_package"))
+    with pytest.raises(UserError, match="no_such_package is not installed: pip install"):
+        listen.serve(listen.Options(model="none", port=free_port()))
+
+
 def test_sockets_of_a_host():
     port = free_port()
     with listen.bound("localhost", port) as sockets:

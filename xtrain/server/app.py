@@ -14,7 +14,6 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
@@ -39,6 +38,7 @@ from .api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequ
 from .block_answers import BlockForm, Messages, Responses, messages_error
 from .engine_client import EngineClient, EngineThread, Job, Piece
 from .grammars import Grammars
+from .limits import STANDARD, Limits
 from .messages import CountRequest, MessagesRequest
 from .metrics import Metrics
 from .openapi import route as openapi_route
@@ -73,16 +73,6 @@ FAILURES = {
     "constraint": (400, "the schema or grammar is too complex for this answer: simplify it"),
     "shutdown": (503, "the server is shutting down: try again later"),
 }
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one request, and all together, may cost."""
-
-    body_bytes: int = 4 << 20
-    queue: int = 256  # sequences that wait for a slot
-    answers: int | None = None  # sequences of one request; None: as many as there is room for
-    seconds: float = 600.0  # per request, waiting included
 
 
 class JobResponse(Response):
@@ -475,7 +465,7 @@ def create_app(
     texts: Texts,
     name: str | None = None,
     api_key: str | None = None,
-    limits: Limits = Limits(),
+    limits: Limits = STANDARD,
     defaults: GenerationDefaults | None = None,
     allowed_origins: Sequence[str] = (),
     access_log: bool = False,

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import gc
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..cli import say
 from ..errors import UserError
@@ -35,10 +36,9 @@ from ..serving.options import (
 from ..serving.pretrained import ModelOptions
 from .engine_loop import EngineLoop
 from .grammars import Grammars
+from .limits import Limits
 
-if TYPE_CHECKING:
-    from .app import Limits  # needs packages of the extra `serve`
-
+PACKAGES = ("uvicorn", "httptools", "starlette", "pydantic", "prometheus_client")
 LOCAL = ("127.0.0.1", "localhost", "::1")
 LESS_MEMORY = (
     "use a smaller model, a smaller --max-batch or --max-seq-len, --precision bf16, or --weights "
@@ -83,13 +83,9 @@ def serve(options: Options) -> None:
     Raises UserError for invalid options or model folders, and if a package is missing.
     """
     o = options
-    try:
-        import uvicorn  # noqa: F401  (before the model is loaded)
-
-        from .app import Limits
-        from .tracing import tracer_provider
-    except ImportError as error:
-        raise UserError(f"{error.name} is not installed: pip install -e '.[serve]'") from None
+    for package in PACKAGES:  # imported by the HTTP process only, while this one loads the model
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"{package} is not installed: pip install -e '.[serve]'")
     if not 0 < o.port < 65536:
         raise UserError(f"--port must be from 1 to 65535, got {o.port}")
     for name in ("max_queue", "max_answers", "max_body", "timeout", "drain"):
@@ -101,6 +97,8 @@ def serve(options: Options) -> None:
     else:
         api_key = o.api_key
     if o.otlp_traces_endpoint is not None:
+        from .tracing import tracer_provider
+
         tracer_provider(o.otlp_traces_endpoint).shutdown()  # are the packages there?
     if api_key == "":
         raise UserError("the API key is empty: give one, or leave it out")
@@ -111,7 +109,7 @@ def serve(options: Options) -> None:
         _serve(o, api_key, http, limits)
 
 
-def _serve(o: Options, api_key: str | None, http: "HttpProcess", limits: "Limits") -> None:
+def _serve(o: Options, api_key: str | None, http: "HttpProcess", limits: Limits) -> None:
     p = o.load()
     texts = Texts(**{field.name: getattr(p, field.name) for field in dataclasses.fields(Texts)})
     if texts.template is not None:

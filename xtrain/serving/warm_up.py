@@ -75,12 +75,14 @@ def with_few_layers(runner: Any) -> Any:
 
 
 def run_requests(engine: Any) -> None:
-    """Let requests call all of CuPy's operations that a step may. The engine is as new afterwards."""
+    """Let requests call all of CuPy's operations that a step may, while launches are noted. The
+    engine is as new afterwards."""
     runner = engine.runner
     runner.cache.copy_blocks([0], [0], 1)
     runner.batch.ids[:1] = runner.batch.ids[[0]]
-    graphed = runner.graphed
-    runner.graphed = None  # a graph would keep the addresses of the short lists
+    graphed = [each.graphed for each in engine.runners]
+    for each in engine.runners:  # a graph would launch nothing that is only noted
+        each.graphed = None
     runner.penalties = runner.empty_penalties(8)  # short lists
     prompt = [0] * min(2, engine.max_seq_len - 1)
     options = dict(repetition_penalty=2.0, logit_bias={0: 1.0}, logprobs=1)
@@ -90,4 +92,5 @@ def run_requests(engine: Any) -> None:
     runner.forget()
     engine.scheduler = engine.make_scheduler()
     runner.penalties = None  # lists are allocated when a request needs them
-    runner.graphed = graphed
+    for each, before in zip(engine.runners, graphed):
+        each.graphed = before
