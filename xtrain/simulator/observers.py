@@ -132,13 +132,13 @@ class _Observed:
             self._tell(a, k, site, ATOMIC, name)
         return super()._atomic(site, a, index, name, change, **how)
 
-    def atomic_add(self, site, a, index, value):
-        old = super().atomic_add(site, a, index, value)
+    def atomic_add(self, site, a, index, value, **how):
+        old = super().atomic_add(site, a, index, value, **how)
         self._added(a, index, site, old, value)
         return old
 
-    def atomic_sub(self, site, a, index, value):
-        old = super().atomic_sub(site, a, index, value)
+    def atomic_sub(self, site, a, index, value, **how):
+        old = super().atomic_sub(site, a, index, value, **how)
         self._added(a, index, site, old, -value)
         return old
 
