@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import cuda, float32
 
+from xtrain.kernels.primitives.ptx import atomic_add_release
 from xtrain.kernels.rmsnorm import rmsnorm_fwd
 from xtrain.simulator import KernelError, RaceError, Stepper, UninitializedError, record, run, sim
 from xtrain.simulator.observers import Observer, observe
@@ -216,3 +217,15 @@ def test_a_kernel_of_records_is_recorded():
     points = np.zeros(1, POINT)
     recording = record(adds_to_a_record, 1, 1, record_of_one, points)
     assert recording.error is None and record_of_one["n"] == points["x"][0] == 1
+
+
+@cuda.jit
+def releases_a_count(count):
+    atomic_add_release(count, 0, 2)
+
+
+def test_a_releasing_atomic_is_recorded():
+    count = np.zeros(1, np.int64)
+    recording = record(releases_a_count, 1, 3, count)
+    assert recording.error is None and count[0] == 6
+    assert [[e.how for e in events] for events in recording.events] == [["atomic"]] * 3

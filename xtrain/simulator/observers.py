@@ -137,8 +137,8 @@ class _Observed:
         self._added(a, index, site, old, value)
         return old
 
-    def atomic_sub(self, site, a, index, value):
-        old = super().atomic_sub(site, a, index, value)
+    def atomic_sub(self, site, a, index, value, **how):
+        old = super().atomic_sub(site, a, index, value, **how)
         self._added(a, index, site, old, -value)
         return old
 
