@@ -82,6 +82,4 @@ def _fingerprint(value, names):
         return type(value), tuple(_fingerprint(x, names) for x in value)
     if isinstance(value, (Number, np.generic)):
         return type(value), repr(value)
-    if isinstance(value, types.CellType):
-        raise _Unknown
     return type(value), value
