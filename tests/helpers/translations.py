@@ -29,7 +29,7 @@ def share() -> None:
 
 def _shared_translation(function, pauses):
     try:
-        key = pauses, *_key(function)
+        key = pauses, *_key(function, pauses)
         found = _shared.get(key)
     except (_Unknown, TypeError):  # TypeError: a value that has no hash
         return _translate(function, pauses)
@@ -40,7 +40,7 @@ def _shared_translation(function, pauses):
     return found
 
 
-def _key(function):
+def _key(function, pauses):
     code = function.__code__
     names = set(_names(code))
     values = {n: function.__globals__[n] for n in names if n in function.__globals__}
@@ -48,7 +48,7 @@ def _key(function):
         values[name] = cell.cell_contents
     given = {"": function.__defaults__, **(function.__kwdefaults__ or {})}
     known = [
-        tuple((name, _fingerprint(value, names)) for name, value in sorted(part.items()))
+        tuple((n, _fingerprint(value, names, pauses)) for n, value in sorted(part.items()))
         for part in (values, given)
     ]
     return code.co_filename, function.__module__, code, *known
@@ -62,7 +62,7 @@ def _names(code):
             yield from _names(constant)
 
 
-def _fingerprint(value, names):
+def _fingerprint(value, names, pauses):
     """What a translation sees of a value: equal for values that it cannot tell apart."""
     home = getattr(value, "__module__", None) or getattr(value, "__name__", None) or ""
     if home.startswith("numba") or (home and value in INTRINSICS):
@@ -70,18 +70,16 @@ def _fingerprint(value, names):
     if hasattr(value, "py_func"):
         if signatures._signature(value) is not None:
             return value
-        translated = source.translate(value.py_func)
+        translated = source.translate(value.py_func, pauses)
         if translated is None:  # recursion
             raise _Unknown
         return translated.function
     if isinstance(value, types.ModuleType):
         found = {n: getattr(value, n) for n in names if hasattr(value, n)}
         inside = ((n, x) for n, x in sorted(found.items()) if x is not value)
-        return value, tuple((n, _fingerprint(x, names)) for n, x in inside)
+        return value, tuple((n, _fingerprint(x, names, pauses)) for n, x in inside)
     if isinstance(value, tuple):
-        return type(value), tuple(_fingerprint(x, names) for x in value)
+        return type(value), tuple(_fingerprint(x, names, pauses) for x in value)
     if isinstance(value, (Number, np.generic)):
         return type(value), repr(value)
-    if isinstance(value, types.CellType):
-        raise _Unknown
     return type(value), value

@@ -76,6 +76,7 @@ def python(package):
 
     def run(folder, *arguments, **environment):
         env = {**os.environ, "PYTHONPATH": str(package), **environment}
+        env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # which take as long as all the rest
         call = [sys.executable, *arguments]
         return subprocess.run(
             call, cwd=folder, env=env, capture_output=True, text=True, timeout=300
@@ -104,7 +105,9 @@ def test_the_code_under_test_runs_unchanged(python, project):
 
 
 def test_a_race_is_reported_like_a_failing_test_also_by_xdist(python, project):
-    run = python(project("pass"), "-m", "pytest", *PLUGIN, "--simulate-cuda", "-n", "1")
+    run = python(
+        project("pass"), "-m", "pytest", "-p", "xdist", *PLUGIN, "--simulate-cuda", "-n", "1"
+    )
     assert run.returncode == 1 and "1 failed, 1 passed" in run.stdout, run.stdout + run.stderr
     for line in (
         "code_under_test.smooth[1, 64](y, x)",
