@@ -192,9 +192,10 @@ class Scheduler:
         """Return the waiting requests in the order of their admission: first come, first served.
 
         Here a preempted request stands in front of the others. A request for which there are no
-        blocks keeps those after it waiting, so that large ones get their turn. Another policy is
-        another order, in a class derived from this one that is `Engine.scheduler_type`: for example
-        sorted by `(not request.completion, len(request.prompt))`, the shortest prompt first.
+        blocks keeps those after it waiting, so that large ones get their turn. For another policy
+        derive a class with another order, for example sorted by `(not request.completion,
+        len(request.prompt))`, the shortest prompt first, and a class of Engine with this class as
+        `scheduler_type`.
         """
         return list(self.waiting.values())
 
