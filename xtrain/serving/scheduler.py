@@ -192,10 +192,9 @@ class Scheduler:
         """Return the waiting requests in the order of their admission: first come, first served.
 
         Here a preempted request stands in front of the others. A request for which there are no
-        blocks keeps those after it waiting, so that large ones get their turn. For another policy
-        derive a class with another order, for example sorted by `(not request.completion,
-        len(request.prompt))`, the shortest prompt first, and a class of Engine with this class as
-        `scheduler_type`.
+        blocks keeps those after it waiting, so that large ones get their turn. Another policy is
+        a derived class with another order, such as by `(not request.completion,
+        len(request.prompt))`, the shortest first, and an Engine with it as `scheduler_type`.
         """
         return list(self.waiting.values())
 
