@@ -42,8 +42,18 @@ def code_lines(function: ast.FunctionDef, lines: list[str]) -> int:
     return sum(bool(lines[n - 1].split("#")[0].strip()) for n in code)
 
 
+def unrelated(target: ast.expr, value: ast.expr) -> bool:
+    """Return True for `a, b, c = x, y, z`: three or more values, neither a rotation nor fields of one object."""
+    if not (isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)):
+        return False
+    names = {ast.unparse(x) for x in target.elts}
+    values = [ast.unparse(x) for x in value.elts]
+    owners = {ast.unparse(x.value) if isinstance(x, ast.Attribute) else x for x in value.elts}
+    return len(values) > 2 and not names.intersection(values) and len(owners) > 1
+
+
 def violations(package: Path) -> list[str]:
-    """Return what is wrong in the modules of a package: `file:line what`, and the two ratios of the whole."""
+    """Return what is wrong in the modules of a package and what to do: `file:line what: do`; and the two ratios of the whole."""
     wrong = []
     assignments = tuples = conditions = total = 0
     for path in sorted(package.rglob("*.py")):
@@ -52,34 +62,47 @@ def violations(package: Path) -> list[str]:
         tree = ast.parse("\n".join(lines))
         total += len(lines)
         if len(lines) > (LONG if file in LONG_MODULES else MODULE):
-            wrong.append(f"{file}:{len(lines)} module of {len(lines)} lines")
+            limit = f"divide it by subject, {MODULE} are allowed"
+            wrong.append(f"{file}:{len(lines)} module of {len(lines)} lines: {limit}")
         table = table_lines(tree, lines)
         for number, line in enumerate(lines, 1):
             if len(line) > LINE and number not in table:
-                wrong.append(f"{file}:{number} line of {len(line)} characters")
+                wrong.append(f"{file}:{number} line of {len(line)} characters: wrap it at 100")
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign):
                 assignments += 1
                 both = (node.targets[0], node.value)
                 tuples += all(isinstance(side, ast.Tuple) for side in both)
+                if unrelated(*both):
+                    code = lines[node.lineno - 1].strip()
+                    wrong.append(f"{file}:{node.lineno} {code}: one line for each value")
             elif isinstance(node, ast.IfExp):
                 conditions += 1
             elif isinstance(node, ast.FunctionDef):
                 a = node.args
                 arguments = len([*a.posonlyargs, *a.args, *a.kwonlyargs])
                 if arguments > ARGUMENTS:
-                    wrong.append(f"{file}:{node.lineno} {node.name} has {arguments} arguments")
+                    advice = "pass named tuples or a dataclass of what belongs together"
+                    wrong.append(
+                        f"{file}:{node.lineno} {node.name} has {arguments} arguments: {advice}"
+                    )
                 length = code_lines(node, lines)
                 if length > FUNCTION and not file.startswith("kernels/"):
-                    wrong.append(f"{file}:{node.lineno} {node.name} has {length} code lines")
+                    advice = f"make functions of its steps, {FUNCTION} lines are allowed"
+                    wrong.append(
+                        f"{file}:{node.lineno} {node.name} has {length} code lines: {advice}"
+                    )
             elif isinstance(node, ast.ClassDef) and node.name == "Engine":
                 methods = sum(isinstance(x, ast.FunctionDef) for x in node.body)
                 if methods > METHODS:
-                    wrong.append(f"{file}:{node.lineno} Engine has {methods} methods")
+                    advice = "move one to the scheduler or the runner"
+                    wrong.append(f"{file}:{node.lineno} Engine has {methods} methods: {advice}")
     if tuples > assignments * TUPLES / 100:
-        wrong.append(f"{tuples} of {assignments} assignments are `a, b = x, y`")
+        wrong.append(
+            f"{tuples} of {assignments} assignments are `a, b = x, y`: one line for each value"
+        )
     if conditions > total * CONDITIONS / 1000:
-        wrong.append(f"{conditions} conditional expressions in {total} lines")
+        wrong.append(f"{conditions} conditional expressions in {total} lines: use `if` statements")
     return wrong
 
 
@@ -92,6 +115,9 @@ WIDE = "x = '" + "y" * 120 + "'"
 PLANTED = {  # code of a module, and words of the answer (None: nothing is wrong)
     "arguments": ("def f(" + ",\n".join(f"a{i}" for i in range(30)) + "): ...", "m.py:1 f has 30 arguments"),
     "tuple": ("a, b = 1, 2\nc = 3", "1 of 2 assignments"),
+    "three values": ("a, b, c = 1, f(), {}" + "\nd = 1" * 30, "m.py:1 a, b, c = 1, f(), {}: one line"),
+    "fields": ("a, b, c = x.a, x.b, x.c" + "\nd = 1" * 30, None),
+    "rotation": ("a, b, c = b, c, d" + "\nd = 1" * 30, None),
     "condition": ("a = 1 if b else 2", "1 conditional expressions in 1 lines"),
     "line": (f"\n{WIDE}", "m.py:2 line of 126 characters"),
     "table": (f"{WIDE}  # fmt: skip\n# fmt: off\n{WIDE}\n# fmt: on", None),

@@ -84,7 +84,8 @@ def test_every_function_has_its_op():
         for x in vars(functions).values()
         if inspect.isclass(x) and x.__module__ == functions.__name__
     }
-    assert made == {applied for _, applied in public_ops().values()}
+    different = made ^ {applied for _, applied in public_ops().values()}
+    assert not different, f"{different}: add a function to xtrain/nn/functional.py"
 
 
 # ----------------------------------------------------------------------------- what one's own loop needs

@@ -48,10 +48,11 @@ def _of_groups(root: Path) -> Iterator[int]:
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            folder, limit, use, prefix = mount, "memory.max", "memory.current", ""
+            folder, prefix = mount, ""
+            limit, use = "memory.max", "memory.current"
         elif "memory" in controllers.split(","):
-            folder, limit = mount / "memory", "memory.limit_in_bytes"
-            use, prefix = "memory.usage_in_bytes", "total_"
+            folder, prefix = mount / "memory", "total_"
+            limit, use = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         # in a container, folders of the path that are outside it are not there

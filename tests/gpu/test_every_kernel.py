@@ -48,4 +48,5 @@ def every_kernel(monkeypatch):
 def test_it_reaches_every_kernel(every_kernel):
     """All but whole models: they take seconds, and the others launch the same kernels."""
     every_kernel.main([name for name in every_kernel.WORK if name != "models"])
-    assert not every_kernel.never_launched()
+    missing = every_kernel.never_launched()
+    assert not missing, f"{missing}: launch it in tests/gpu/every_kernel.py"

@@ -22,7 +22,10 @@ def with_many_arguments(source: str) -> list[str]:
 def test_device_functions_take_few_arguments():
     found = {str(p): with_many_arguments(p.read_text()) for p in FOLDER.rglob("*.py")}
     assert len(found) > 50
-    assert not any(found.values()), {k: v for k, v in found.items() if v}
+    wrong = {k: v for k, v in found.items() if v}
+    assert not wrong, (
+        f"{wrong}: more than {MOST} arguments; put those that belong together into a named tuple"
+    )
 
 
 def test_many_arguments_are_noticed():

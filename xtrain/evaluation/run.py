@@ -14,7 +14,7 @@ from ..console import PrintableConsole
 from ..errors import UserError
 from ..nn.quantized import quantize_weights
 from ..option_fields import REPEATED
-from ..serving.options import BatchInvariant, KVCache, MaxBatch, Speculate, Weights
+from ..serving.options import BatchInvariant, MaxBatch, SharedOptions
 from ..serving.pretrained import ModelOptions, Pretrained
 from ..serving.text_generation import MaxNewTokens
 from .benchmarks import KINDS
@@ -27,7 +27,7 @@ LESS_MEMORY = "use a smaller --max-batch, a smaller --context, --precision bf16,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ModelOptions):
+class Options(SharedOptions, ModelOptions):
     """Evaluate a model on files of test items."""
 
     # files: a text, or .jsonl and .csv whose fields say what they are (lessons/howto/evaluate.md)
@@ -46,9 +46,6 @@ class Options(ModelOptions):
     json: str | None = None  # write all numbers to this file
     max_batch: MaxBatch = 32
     batch_invariant: BatchInvariant = False
-    weights: Weights = "full"
-    kv_cache: KVCache = "full"
-    speculate: Speculate = 0
 
 
 def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Result]:

@@ -119,7 +119,9 @@ def merged(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
 
     Raises UserError if they do not fit.
     """
-    (rank, factor), adapters, updated = read_rank(folder), read_adapters(folder), dict(stored)
+    rank, factor = read_rank(folder)
+    adapters = read_adapters(folder)
+    updated = dict(stored)
     unused = set(adapters)
     for name in [n for n in adapters if n.endswith(".lora_A.weight")]:
         other = name.replace(".lora_A.", ".lora_B.")

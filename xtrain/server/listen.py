@@ -24,12 +24,10 @@ from ..serving.engine import Engine
 from ..serving.options import (
     BatchInvariant,
     Draft,
-    KVCache,
     MaxBatch,
     MaxSeqLen,
     PrefillInterval,
-    Speculate,
-    Weights,
+    SharedOptions,
     chosen_seq_len,
     engine_arguments,
 )
@@ -47,7 +45,7 @@ LESS_MEMORY = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ModelOptions):
+class Options(SharedOptions, ModelOptions):
     """Serve a model over HTTP with OpenAI's API."""
 
     host: str = "127.0.0.1"  # 0.0.0.0: reachable from other machines
@@ -71,9 +69,6 @@ class Options(ModelOptions):
     # where OpenTelemetry sends a span of each request; none: nowhere
     otlp_traces_endpoint: str | None = None
     batch_invariant: BatchInvariant = False
-    weights: Weights = "full"
-    kv_cache: KVCache = "full"
-    speculate: Speculate = 0
     draft: Draft = None
 
 

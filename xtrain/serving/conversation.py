@@ -15,10 +15,8 @@ from ..options import one_line
 from .engine import Engine
 from .options import (
     Draft,
-    KVCache,
     MaxSeqLen,
-    Speculate,
-    Weights,
+    SharedOptions,
     chosen_seq_len,
     engine_arguments,
 )
@@ -31,16 +29,13 @@ OWN = {"max_new_tokens": 1024, "temperature": 0.7, "top_p": 0.9}  # defaults of 
 
 
 @dataclass(frozen=True)
-class Options(SamplingOptions, ModelOptions):
+class Options(SharedOptions, SamplingOptions, ModelOptions):
     """Chat with a model in the terminal."""
 
     system: str | None = None  # instructions at the start of the conversation
     # values that the chat template reads, as JSON, such as '{"enable_thinking": false}'
     chat_template_kwargs: str | None = None
     max_seq_len: MaxSeqLen = None
-    weights: Weights = "full"
-    kv_cache: KVCache = "full"
-    speculate: Speculate = 0
     draft: Draft = None
 
 

@@ -1,7 +1,7 @@
 """The options of an engine. Each is described once, here: for help(Engine), and for the commands
 that share it.
 
-class Options(ModelOptions):
+class Options(SharedOptions, ModelOptions):
     max_batch: MaxBatch = 32        its type and its text for --help
 ...
 Engine(model, **engine_arguments(options))
@@ -29,7 +29,7 @@ MAX_DRAFT = 31  # tokens: beyond 32 rows a step takes longer
 # 16 KB of keys per head of 128 channels in bf16; larger blocks would waste more of their last one
 BLOCK_TOKENS = 64
 
-# ------------------------------------------------------------------ options that commands have, too
+# ------------------------------------------------------------------ options that some commands have
 MaxBatch = Annotated[int, Doc("sequences at a time; the others wait")]
 MaxSeqLen = Annotated[
     int | None,
@@ -45,12 +45,6 @@ BatchInvariant = Annotated[
         "slower"
     ),
 ]
-Weights = Annotated[
-    Literal["full", "int8", "fp8"],
-    Doc(
-        "int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says"
-    ),
-]
 KVCache = Annotated[
     Literal["full", "fp8"],
     Doc(
@@ -64,13 +58,6 @@ LogprobsOf = Annotated[
         "of which distribution the log-probabilities of an answer's tokens are: the model's own, or "
         "the one that they are drawn from, after constraints, bias, penalties, temperature, min-p, "
         "top-k and top-p (vLLM: raw_logprobs, processed_logprobs)"
-    ),
-]
-Speculate = Annotated[
-    int,
-    Doc(
-        "tokens of an answer that are guessed and verified together, at most, where that is faster "
-        "(speculative decoding); with batch_invariant no bit of an answer changes; 0: none"
     ),
 ]
 Draft = Annotated[
@@ -97,9 +84,31 @@ class Sizes(NamedTuple):
     prefill_interval: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class SharedOptions:
+    """The options of an engine that serve, generate, chat and evaluate have, too."""
+
+    weights: Annotated[
+        Literal["full", "int8", "fp8"],
+        Doc(
+            "int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision "
+            "says"
+        ),
+    ] = "full"
+    kv_cache: KVCache = "full"
+    speculate: Annotated[
+        int,
+        Doc(
+            "tokens of an answer that are guessed and verified together, at most, where that is "
+            "faster (speculative decoding); with batch_invariant no bit of an answer changes; "
+            "0: none"
+        ),
+    ] = 0
+
+
 @dataclass(frozen=True)
-class EngineOptions:
-    """The arguments of Engine after the model, in their order."""
+class EngineOptions(SharedOptions):
+    """The arguments of Engine after the model, in their order; the shared ones by name."""
 
     max_batch: MaxBatch = 8
     max_seq_len: MaxSeqLen = None
@@ -135,11 +144,8 @@ class EngineOptions:
             "returns, so that no request waits for the compiler (`ready` says how long it took)"
         ),
     ] = False
-    weights: Weights = "full"
     prefill_interval: PrefillInterval = None
-    kv_cache: KVCache = "full"
     logprobs_of: LogprobsOf = "model"
-    speculate: Speculate = 0
     draft_model: Annotated[
         Transformer | None,
         Doc("a smaller Transformer with the same tokens, which drafts; none: prompt lookup does"),

@@ -193,8 +193,8 @@ class Scheduler:
 
         Here a preempted request stands in front of the others. A request for which there are no
         blocks keeps those after it waiting, so that large ones get their turn. Another policy is
-        another order, in a class derived from this one that is `Engine.scheduler_type`: for example
-        sorted by `(not request.completion, len(request.prompt))`, the shortest prompt first.
+        a derived class with another order, such as by `(not request.completion,
+        len(request.prompt))`, the shortest first, and an Engine with it as `scheduler_type`.
         """
         return list(self.waiting.values())
 

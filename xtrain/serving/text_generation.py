@@ -16,10 +16,8 @@ from .engine import Engine
 from .options import (
     BatchInvariant,
     Draft,
-    KVCache,
     MaxBatch,
-    Speculate,
-    Weights,
+    SharedOptions,
     engine_arguments,
 )
 from .pretrained import ModelOptions, Pretrained
@@ -68,7 +66,7 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True)
-class Options(SamplingOptions, ModelOptions):
+class Options(SharedOptions, SamplingOptions, ModelOptions):
     """Continue texts with a model."""
 
     prompts: Annotated[tuple[str, ...], POSITIONAL]  # texts to continue
@@ -78,9 +76,6 @@ class Options(SamplingOptions, ModelOptions):
     stream: bool = False  # print while the text is generated
     max_batch: MaxBatch = 32
     batch_invariant: BatchInvariant = False
-    weights: Weights = "full"
-    kv_cache: KVCache = "full"
-    speculate: Speculate = 0
     draft: Draft = None
 
 

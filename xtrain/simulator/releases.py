@@ -242,7 +242,9 @@ def barrier(block):
     for sync in block.syncs:
         if sync.changed:
             _pass_on(block.sync, sync)
-            sync.passed, sync.passed_pending, sync.hint = {}, {}, NOTHING
+            sync.passed = {}
+            sync.passed_pending = {}
+            sync.hint = NOTHING
             sync.changed = False
     for thread in block.threads:
         block.view = join(block.view, thread.view)
