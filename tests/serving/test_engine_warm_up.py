@@ -368,7 +368,7 @@ def test_no_request_waits_for_a_compiler(model, monkeypatch, tmp_path):
 
 @pytest.mark.gpu
 def test_an_engine_compiles_every_kernel_once(monkeypatch, tmp_path):
-    """In other processes; requests are computed meanwhile."""
+    """In other processes; requests are computed at the same time."""
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path))
     monkeypatch.setattr(_launch, "_plans", {})
     monkeypatch.setattr(_compile, "_compile", refuse)
