@@ -72,6 +72,17 @@ def test_answers_are_those_of_merged_models(tmp_path, weights):
     assert engine.scheduler.pool.available == engine.scheduler.pool.size
 
 
+def test_passes_after_an_engine_are_those_of_the_model(tmp_path):
+    base, adapters = folders(tmp_path)
+    model = Transformer.from_pretrained(base, trainable=False)
+    ids = np.array([PROMPTS[3]], np.int32)
+    wanted = model(ids).data
+    add_adapters(model, adapters)
+    answers = [Engine(model, **OPTIONS).generate(PROMPTS, 5, adapter="a") for _ in range(2)]
+    assert list(answers[0][0]) == list(answers[1][0])
+    np.testing.assert_array_equal(model(ids).data, wanted)
+
+
 def test_drafts_are_verified_with_the_adapter(tmp_path):
     base, adapters = folders(tmp_path)
     model = Transformer.from_pretrained(base, trainable=False)

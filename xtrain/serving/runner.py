@@ -210,8 +210,12 @@ class Runner:
     @contextlib.contextmanager
     def mode(self) -> Iterator[None]:
         """Inside, forward passes are those of an engine."""
-        with inference(), batch_invariant(self.invariant):
-            yield
+        try:
+            with inference(), batch_invariant(self.invariant):
+                yield
+        finally:
+            if self.model.adapters is not None:  # passes of others are those of the model alone
+                self.model.adapters.rows = None
 
     # ------------------------------------------------------------------------- decoding
     def decode(self, b: int, penalized: bool, scored: bool, masked: bool) -> tuple[Array, ...]:
