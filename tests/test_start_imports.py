@@ -105,6 +105,14 @@ listen.serve(listen.Options(model="none"))
 
 
 def test_only_the_http_process_imports_its_packages():
-    late = {"starlette", "uvicorn", "pydantic", "prometheus_client", "jinja2", "llguidance", "transformers"}
+    late = {
+        "starlette",
+        "uvicorn",
+        "pydantic",
+        "prometheus_client",
+        "jinja2",
+        "llguidance",
+        "transformers",
+    }
     modules = imported(SERVE)
     assert "xtrain.serving.engine" in modules and too_early(modules, late) == set()

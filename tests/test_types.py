@@ -19,7 +19,7 @@ from runs import DATA
 import xtrain
 from xtrain import nn
 from xtrain.data import batches, dataset, tokenizer
-from xtrain.nn import functions, optim
+from xtrain.nn import functions, loss_functions, optim
 
 ROOT = Path(__file__).parents[1]
 NAMES = {  # what a user's own loop calls
@@ -81,8 +81,9 @@ def test_every_op_is_a_function_with_types_and_a_docstring(name):
 def test_every_function_has_its_op():
     made = {
         x
-        for x in vars(functions).values()
-        if inspect.isclass(x) and x.__module__ == functions.__name__
+        for module in (functions, loss_functions)
+        for x in vars(module).values()
+        if inspect.isclass(x) and x.__module__ == module.__name__
     }
     different = made ^ {applied for _, applied in public_ops().values()}
     assert not different, f"{different}: add a function to xtrain/nn/functional.py"

@@ -22,7 +22,7 @@ from xtrain.kernels.linear_cross_entropy import (
 )
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Tensor, no_grad
-from xtrain.nn.functions import linear_kept_tokens
+from xtrain.nn.loss_functions import linear_kept_tokens
 from xtrain.training.memory_plan import plan, planning, saved_bytes
 
 DEVICE = "gpu" if GPU else "cpu"

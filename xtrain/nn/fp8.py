@@ -55,7 +55,8 @@ from ..kernels.fp8_gemm import fp8_matmul
 from ..kernels.fp8_norm import fp8_norm
 from ..kernels.runtime.launch import empty
 from .autograd import Context, Function
-from .functions import LinearCrossEntropy, bias_gradient
+from .functions import bias_gradient
+from .loss_functions import LinearCrossEntropy
 from .mode import is_training
 from .tensor import Tensor
 

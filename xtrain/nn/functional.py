@@ -30,10 +30,7 @@ from .functions import (
     Cast,
     CastGradient,
     CausalSoftmax,
-    CrossEntropy,
     Embedding,
-    LinearCrossEntropy,
-    LinearLogprobs,
     LoraLinear,
     Narrow,
     QKNormRope,
@@ -43,10 +40,10 @@ from .functions import (
     Scale,
     SiLU,
     SwapHeads,
-    WithGradient,
 )
 from .functions import Linear as Linear  # linear and swiglu apply these where nothing is fused
 from .functions import SwiGLU as SwiGLU
+from .loss_functions import CrossEntropy, LinearCrossEntropy, LinearLogprobs, WithGradient
 from .tensor import Tensor, ops
 
 

@@ -24,8 +24,8 @@ from ..options import described, find_function, name_of
 from . import functional as F
 from .decoder import MLP, STD, Attention, Block, Decoder
 from .fp8 import HEAD, Fp8Scales, check_tokens
-from .functions import linear_kept_tokens
 from .generation import generate
+from .loss_functions import linear_kept_tokens
 from .mode import is_training
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 from .sequences import PackedSequences, RotaryTables, Sequences
