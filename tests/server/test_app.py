@@ -203,13 +203,15 @@ def test_curl_reads_a_stream(served):
 
 
 def test_limits_and_key(folder):
-    served = Served(folder, "secret", Limits(body_bytes=3000, queue=1, seconds=30))
+    served = Served(folder, "secret", Limits(body_bytes=3000, queue=1, answers=3, seconds=30))
     try:
         assert httpx.get(served.url + "/v1/models").status_code == 401
         with pytest.raises(openai.AuthenticationError):
             served.client.with_options(api_key="wrong").models.list()
         with pytest.raises(openai.APIStatusError, match="longer than 3000 bytes"):
             ask(served, messages=[{"role": "user", "content": "x" * 4000}])
+        with pytest.raises(openai.BadRequestError, match="may have 3 answers in all"):
+            ask(served, n=4)
         with ask(served, n=3, max_tokens=200, stream=True) as stream:
             next(iter(stream))
             with pytest.raises(openai.RateLimitError) as refused:
