@@ -10,7 +10,7 @@ from numba import cuda, float32, int32
 from xtrain import simulator
 from xtrain.simulator import KernelError, check, run, simulate
 from xtrain.simulator import processes as module
-from xtrain.simulator.block import Launch
+from xtrain.simulator.launch import Launch
 from xtrain.simulator.thread import Dim3
 
 BLOCKS, THREADS = 5, 64

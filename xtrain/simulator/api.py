@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .block import Launch
 from .errors import KernelError
+from .launch import Launch
 from .memory import poisoned
 from .observers import observe
 from .orders import orders_of

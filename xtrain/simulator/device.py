@@ -9,8 +9,9 @@ import warnings
 from typing import NamedTuple
 
 from . import device_array, streams
-from .block import MAX_GRID_YZ, MAX_THREADS, MAX_Z, SHARED, STATIC_SHARED
+from .block import SHARED, STATIC_SHARED
 from .device_array import DeviceArray, DeviceMemory, allocate, allocated
+from .launch import MAX_GRID_YZ, MAX_THREADS, MAX_Z
 
 COMPUTE_CAPABILITY = (9, 0)  # whose limits block.py checks
 BLOCKS_PER_MULTIPROCESSOR = 32

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .block import Launch, previous
 from .errors import KernelError, Reported, reported_kinds
+from .launch import Launch, previous
 from .schedules import Schedule
 
 

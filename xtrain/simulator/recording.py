@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .block import BLOCK_BARRIERS, Launch
 from .engines import BASE
 from .errors import KernelError, Site
 from .intrinsics import WARPGROUP
+from .launch import Launch
 from .memory import Array, is_bits
 from .observers import ATOMIC, WRITE, Observer, width
+from .source import BLOCK_BARRIERS
 from .thread import Dim3
 
 WAITS = "waits"  # a thread that did not leave a barrier or a warp function

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from .block import BLOCK_BARRIERS
 from .errors import DeadlockError, RaceError, file_name
 from .observers import READ, WRITE
 from .recording import Event, Recording, Step
+from .source import BLOCK_BARRIERS
 from .unset import Unset
 
 FRAME = Path(__file__).with_name("stepper.html")
