@@ -23,8 +23,8 @@ import numpy as np
 
 from xtrain import simulator
 from xtrain.simulator import KernelError, Stepper, observe
-from xtrain.simulator.launch import previous
 from xtrain.simulator.errors import Site
+from xtrain.simulator.launch import previous
 from xtrain.simulator.observers import ATOMIC, READ, WRITE, Observer
 from xtrain.simulator.source import translate
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from numba import cuda, float32, int32
 
-from xtrain.simulator import check, half, run, scalars, sim
+from xtrain.simulator import check, half, run, scalars, sim, twins
 from xtrain.simulator.half import BFloat16
 
 BITS = [
@@ -40,7 +40,7 @@ def function(name, module="cuda_bf16"):
     """What the simulator calls for a function of numba-cuda, which has these names and this module."""
     stub = types.FunctionType(compile("None", "", "eval"), {}, f"__{name}")
     stub.__module__ = f"numba.cuda._internal.{module}"
-    return scalars.twin(stub)
+    return twins.twin(stub)
 
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16).type  # what a kernel calls
@@ -148,7 +148,7 @@ def test_functions_are_correctly_rounded(name):
             )
             if name in half._MATH.split():
                 same(
-                    scalars.twin(getattr(math, name))(BFloat16.of_bits(bits)),
+                    twins.twin(getattr(math, name))(BFloat16.of_bits(bits)),
                     wide.to(torch.bfloat16),
                 )
 
@@ -197,8 +197,8 @@ def test_types_of_mixed_arithmetic():
         assert type(x + kind(2)) is type(kind(2) * x) is type(kind(2) / x) is want, kind
         assert kind(2) > x and x < kind(2) and kind(2) != x
     assert type(x // x) is type(x % x) is type(x**x) is type(abs(x)) is np.float32
-    assert type(-x) is BFloat16 and type(scalars.twin(max)(x, x)) is BFloat16
-    assert type(scalars.twin(math.log1p)(x)) is np.float32
+    assert type(-x) is BFloat16 and type(twins.twin(max)(x, x)) is BFloat16
+    assert type(twins.twin(math.log1p)(x)) is np.float32
 
 
 @cuda.jit

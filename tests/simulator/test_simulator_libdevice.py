@@ -9,25 +9,25 @@ import torch
 from numba import cuda
 from numba.cuda import libdevice, libdevicefuncs
 
-from xtrain.simulator import run, scalars
+from xtrain.simulator import run, twins
 
-scalars.learn()  # the functions of Numba
+twins.learn()  # the functions of Numba
 NAMES = sorted(full.removeprefix("__nv_") for full in libdevicefuncs.functions)
 
 
 def called(name, *args):
     with np.errstate(all="ignore"):  # as in a launch
-        return scalars.TWINS[getattr(libdevice, name)](*args)
+        return twins.TWINS[getattr(libdevice, name)](*args)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_function_has_numbas_types(name):
     returns, parameters = libdevicefuncs.functions[f"__nv_{name}"]
-    given = [scalars.twin(p.ty)(1) for p in parameters if not p.is_ptr]
+    given = [twins.twin(p.ty)(1) for p in parameters if not p.is_ptr]
     results = [returns] * (str(returns) != "none") + [p.ty for p in parameters if p.is_ptr]
     got = called(name, *given)
     got = got if len(results) > 1 else (got,)
-    assert [type(g) for g in got] == [scalars.twin(t).scalar for t in results]
+    assert [type(g) for g in got] == [twins.twin(t).scalar for t in results]
 
 
 def of_torch(name):

@@ -25,7 +25,7 @@ from numba import (
 from numba.cuda import libdevice  # noqa: F401  the expressions below use it
 
 from xtrain import simulator
-from xtrain.simulator import run, scalars
+from xtrain.simulator import run, scalars, twins
 
 KINDS = [boolean, int8, int16, int32, int64, uint8, uint16, uint32, uint64, float32, float64]
 OPERATORS = [
@@ -36,7 +36,7 @@ OPERATORS = [
 
 
 def value(kind, x=3):
-    return scalars.twin(kind)(np.int64(x))
+    return twins.twin(kind)(np.int64(x))
 
 
 def kind_of(x):
@@ -58,7 +58,7 @@ def check_against_numba(context, function, simulated, kinds):
         return 0
     with np.errstate(all="ignore"):
         result = simulated(*map(value, kinds))
-    want = scalars.twin(expected).scalar
+    want = twins.twin(expected).scalar
     assert kind_of(result) is want, f"{function.__name__}{kinds}: {type(result)}, Numba: {expected}"
     return 1
 
@@ -79,13 +79,13 @@ def test_operators_have_numbas_types(typing_context):
 def test_functions_have_numbas_types(typing_context):
     for function in (math.exp, math.sqrt, math.log, math.fabs, math.floor, math.isnan, round, int):
         for a in KINDS[1:]:
-            assert check_against_numba(typing_context, function, scalars.TWINS[function], (a,))
+            assert check_against_numba(typing_context, function, twins.TWINS[function], (a,))
     for function in (min, max, math.atan2, math.copysign, math.hypot):
         for a in KINDS[1:]:
             for b in KINDS[1:]:
                 if function in (min, max) or float32 in (a, b) or float64 in (a, b):
                     assert check_against_numba(
-                        typing_context, function, scalars.TWINS[function], (a, b)
+                        typing_context, function, twins.TWINS[function], (a, b)
                     )
 
 
@@ -158,7 +158,7 @@ def test_expressions_have_numbas_types(monkeypatch, expression):
         args = (value(k, t if k is boolean else 3) for k in ARGUMENTS.values())
         run(kernel, 1, 1, *args, allow={"division_by_zero"})
     expected = inferred(monkeypatch, function, tuple(ARGUMENTS.values()))
-    want = scalars.twin(expected).scalar
+    want = twins.twin(expected).scalar
     assert [kind_of(x) for x in seen] == [want, want], f"{seen}, Numba: {expected}"
 
 
@@ -247,7 +247,7 @@ def test_ranges_are_those_of_python(kind, gives):
     for given in ((5,), (0,), (-3,), (2, 9), (9, 2), (1, 12, 5), (1020, 1030), (5000, 3), (7, -1, -2), (-4, 3)):  # fmt: skip
         if kind is scalars.UInt32 and min(given) < 0:
             continue
-        numbers = [*scalars.TWINS[range](*map(kind, given))]
+        numbers = [*twins.TWINS[range](*map(kind, given))]
         assert [*map(int, numbers)] == [*range(*given)] and {*map(type, numbers)} <= {gives}
 
 

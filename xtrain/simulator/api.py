@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from .arrays import poisoned
 from .errors import KernelError
 from .launch import Launch
-from .memory import poisoned
 from .observers import observe
 from .orders import orders_of
 from .processes import checked

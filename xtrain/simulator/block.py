@@ -9,11 +9,12 @@ wait in a loop for a change of memory run again.
 import numpy as np
 
 from . import deadlocks, errors, observers, releases
+from .arrays import dense_array, new_array, poisoned
 from .early import EarlyThread
 from .engines import Engines
 from .errors import CollectiveError, DeadlockError, KernelError, Site, UninitializedError
 from .intrinsics import WARPGROUP, Waiting
-from .memory import Mark, Memory, dense_array, new_array, poisoned
+from .memory import Mark, Memory
 from .releases import Sync
 from .scalars import Int32
 from .source import BLOCK_BARRIERS, GRID_SYNC, SPIN

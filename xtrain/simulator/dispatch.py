@@ -28,9 +28,9 @@ from .device import BLOCKS_PER_MULTIPROCESSOR, DEVICE, THREADS_PER_BLOCK
 from .device_array import DeviceArray, auto_device, host_view, is_cuda_array
 from .errors import KernelError
 from .observers import observe
-from .scalars import twin
 from .source import freeze
 from .stepper import Stepper
+from .twins import twin
 
 # launches that ended in a KernelError, for --cuda-report; None: not recorded, which is faster
 failed: list[Stepper] | None = None

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from . import errors, observers, performance, processes
+from .arrays import Record, global_arrays
 from .block import SHARED, Block
 from .errors import KernelError
-from .memory import Record, global_arrays
 from .progress import FIRST, Progress
 from .scalars import typed, watching
 from .schedules import Schedule

@@ -11,7 +11,8 @@ import numpy as np
 
 from . import frontends
 from .errors import KernelError, Site
-from .scalars import twin, typed
+from .scalars import typed
+from .twins import twin
 
 NAMESPACES = {"atomic", "shared", "local", "const"}
 ARITHMETIC = (

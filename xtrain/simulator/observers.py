@@ -11,9 +11,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .arrays import Array
 from .early import EarlyThread
 from .errors import KernelError
-from .memory import Array
 from .thread import Thread
 
 READ = "read"

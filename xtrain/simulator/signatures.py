@@ -9,7 +9,7 @@ import ast
 
 from . import frontends
 from .names import at
-from .scalars import twin
+from .twins import twin
 
 
 def device_call(rewriter, node, function):

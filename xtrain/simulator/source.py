@@ -8,7 +8,7 @@
     cuda.shfl_xor_sync(m, v, 16)     (yield ("shfl_xor_sync", site, (m, v, int64(16))))
     block_sum(v, scratch)            (yield from block_sum(_t, v, scratch))     a device function that waits
     square(v)                        square(_t, v)                              a device function that does not
-    0.5, C, math.exp, min            float64(0.5), int64(C), their replacements (scalars.TWINS)
+    0.5, C, math.exp, min            float64(0.5), int64(C), their replacements (twins.TWINS)
 
 File names and line numbers are kept, so tracebacks, pdb and breakpoints show the original source.
 Globals and closure variables are read once, when the kernel first runs in the simulator; Numba
@@ -34,21 +34,10 @@ from . import frontends, refused, settings
 from .errors import KernelError
 from .intrinsics import INTRINSICS
 from .names import ARITHMETIC, DYNAMIC, NAMESPACES, Names, at, parameters
-from .scalars import (
-    floor_divide,
-    learn,
-    modulo,
-    number,
-    power,
-    promote,
-    promote_if_known,
-    shift_left,
-    shift_right,
-    twin,
-    typed,
-)
+from .scalars import number, promote, promote_if_known, typed
 from .signatures import device_call
 from .thread import Thread
+from .twins import floor_divide, learn, modulo, power, shift_left, shift_right, twin
 
 SPIN = "spin"  # the request of a thread that waits in a loop
 GRID_SYNC = "grid.sync"  # the request of a thread in cuda.cg.this_grid().sync()

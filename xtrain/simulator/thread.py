@@ -16,20 +16,12 @@ from typing import Any
 import numpy as np
 
 from . import errors, releases
-from .memory import (
-    Array,
-    Mark,
-    Record,
-    RecordArray,
-    add_reader,
-    new_array,
-    poison,
-    share,
-    unordered,
-)
+from .arrays import Array, Record, RecordArray, new_array, poison
+from .memory import Mark, add_reader, share, unordered
 from .names import NAMESPACES
-from .scalars import TWINS, Int32, UInt32, UInt64, dtype_of, twin, unify
+from .scalars import Int32, UInt32, UInt64, dtype_of, unify
 from .schedules import PAUSES
+from .twins import TWINS, twin
 from .unset import Unset, carries, plain
 
 ATOMIC = "atomically changed"  # the verb in a report
