@@ -1,6 +1,7 @@
 """One thing a line: limits of STYLE for the code of the package, each with a planted violation that is found."""
 
 import ast
+import itertools
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,10 @@ def test_a_planted_violation_is_found(tmp_path, name):
     wrong = violations(tmp_path)
     assert len(wrong) == (words is not None)
     assert not wrong or words in wrong[0]
+
+
+def test_no_two_test_files_have_one_name():
+    """pytest imports a test file by its name alone: of two with one name it reads the first."""
+    names = sorted(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    twice = {a for a, b in itertools.pairwise(names) if a == b}
+    assert not twice, f"rename one of the files named {twice}"

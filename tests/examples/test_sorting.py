@@ -5,7 +5,8 @@ from pathlib import Path
 
 from xtrain.evaluation.benchmarks import KINDS
 from xtrain.evaluation.tasks import read_task
-from xtrain.reinforcement.prompts import Prompt, Task
+from xtrain.reinforcement.prompts import Prompt
+from xtrain.reinforcement.rewards import Task
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -12,7 +12,7 @@ from xtrain.data.dataset import prepare
 from xtrain.device import to_device, to_numpy
 from xtrain.errors import UserError
 from xtrain.kernels.muon import newton_schulz_flops
-from xtrain.nn import deferred, functions
+from xtrain.nn import deferred, functions, loss_functions
 from xtrain.nn.model import Transformer
 from xtrain.nn.optim import AdamW, Muon
 from xtrain.parallel.collectives import HostCollectives
@@ -333,7 +333,7 @@ def overlap_is_real(folder):
     if ranks is None:
         return
     fused = deferred.AddNormLinear, deferred.SwiGLULinear
-    products = [functions.Linear, *fused, functions.LinearCrossEntropy]
+    products = [functions.Linear, *fused, loss_functions.LinearCrossEntropy]
     fast = [op.backward for op in products]
 
     def slowed(backward):
