@@ -81,7 +81,7 @@ print(
 #
 # ## Waiting, by hand
 #
-# A small problem with the same shape as the layers of a model: in every round, each element becomes
+# A small problem with the same structure as the layers of a model: in every round, each element becomes
 # the sum of itself and of its two neighbours (the last one's neighbour is the first). A block owns 32
 # elements, and at its edges it needs what other blocks have computed in the round before.
 
@@ -585,11 +585,10 @@ for r in STEPS:
     )
 
 # %% [markdown]
-# It is slower with one sequence, and in the best case 4 % faster. That is not what this lesson's first section promised. (Earlier, with one sequence of the small model, the
-# separate kernels took 467 µs, the first version of the one kernel 475, and a later one 433, so it was ahead. The products have improved since, and the
-# separate kernels gained more.) The reason can be
-# measured, too: leave stages out of the *table*, and time the rest. (The result is then wrong, but the work is done.) The first version, all 30 layers, one
-# sequence, 128 keys, 132 blocks of 256 threads, one H100:
+# It is slower with one sequence, and in the best case 4 % faster. This is less than the first section of this lesson
+# suggests. The reason can be measured, too: leave stages out of the *table*, and time the rest. (The result is then
+# wrong, but the work is done.) Here a first version of the kernel, all 30 layers, one sequence, 128 keys, 132 blocks of
+# 256 threads, one H100:
 
 # %%
 ALONE = {  # microseconds of all layers, with only these stages in the table

@@ -829,7 +829,8 @@ print("numbers:   ", np.array_equal(fp8.decode(theirs.rows), round_to(x_bf16, *F
 # %% [markdown]
 # ## What did not help
 #
-# *A history of 16 maxima.* The cell above: the same errors at a spike and after it, and 15 more numbers to keep per matrix.
+# *A history of 16 maxima.* The cell above: nearly the same errors at a spike and after it, and 15 more numbers to keep
+# per matrix.
 #
 # *No room for growth.* With a room of 1, a maximum that grows from step to step saturates in every step. In the run above (`Store(True, room=1.0)`) ten times as many numbers do, though this model learns as well. A room of 2 gives up one of 15 powers of two.
 #
