@@ -407,16 +407,15 @@ print(library.__doc__)
 lesson.source(library_parts.make_split_keys)
 
 # %% [markdown]
-# `split_keys` is your 19.3, with two differences. Part sizes are multiples of 16 keys, for the tensor
-# cores. And the last part takes the rest: 4097 keys are 16 parts, where rounding up would make a
-# 17th part of one key, for which a block would have to prepare the query and write a result. On one
-# H200, with 32 key heads, that was the difference between 22 and 15 microseconds: 17 parts were more
-# blocks than the GPU runs at a time.
+# `split_keys` is your 19.3, with two differences. Part sizes are multiples of 16 keys, for the tensor cores. And the
+# last part takes the rest: 4097 keys are 16 parts, where rounding up would make a 17th part of one key, for which a
+# block would have to prepare the query and write a result. On one H200, with 32 key heads, rounding up took 22
+# microseconds instead of 15 (measured once, no record): 17 parts are more blocks than the GPU runs at a time.
 #
-# Each block asks for its next part until there are none left, because the host does not know the
-# lengths: it would have to start a block for every part that a row may ever have. For 240 sequences
-# of about 730 tokens, that took 326 microseconds if a row may have 2048 tokens, and 468 if it may have
-# 32,768; now both take 193. This function finds the block that merges:
+# Each block asks for its next part until there are none left, because the host does not know the lengths: it would have
+# to start a block for every part that a row may ever have. For 240 sequences of about 730 tokens, such blocks took 326
+# microseconds if a row may have 2048 tokens, and 468 if it may have 32,768; with this loop both take 193 (measured
+# once, no record). This function finds the block that merges:
 
 # %%
 from xtrain.kernels.primitives import last_block
