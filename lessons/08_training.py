@@ -573,7 +573,7 @@ for decoupled in (True, False):
 # *Clipping each array separately*: every array is scaled by a different factor, so the direction
 # changes.
 #
-# *No warm-up*: on the small language above it makes no difference; large models often diverge without it.
+# *No warm-up*: on the small language above it makes no difference, so such a run cannot decide about it.
 #
 # ## More exercises
 #

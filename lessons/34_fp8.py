@@ -720,9 +720,11 @@ for K in (1024, 4096, 16384):
     print(f"{K:6,} {errors[0]:43.0e} {'below 1e-6' if errors[1] < 1e-6 else '':>24}")
 
 # %% [markdown]
-# The errors of the model are as large as the one that was measured. They grow slowly with the number of terms, and are small next to the errors of the numbers themselves: if both
-# factors of every term are off by 2.6 %, in any direction, a typical sum is off by about 4 %. (Sums whose terms all have one sign suffer more: they grow, and each new term loses its lower bits. DeepSeek
-# adds the partial sums of 128 terms in float32, by ordinary instructions. xtrain does not, and cuBLASLt's "fast accumulation", which is coarser still, is off.)
+# The errors of the model have the size of the one that was measured. They grow slowly with the number of terms, and are
+# small next to the errors of the numbers themselves: if both factors of every term are off by 2.6 %, in any direction,
+# a typical sum is off by about 4 %. (Sums whose terms all have one sign suffer more: they grow, and each new term loses
+# its lower bits. DeepSeek adds the partial sums of 128 terms in float32, by ordinary instructions. xtrain does not, and
+# cuBLASLt's "fast accumulation", which is coarser still, is off.)
 #
 # ## What is in fp8, and what stays
 #

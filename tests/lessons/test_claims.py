@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from xtrain import lesson
+from xtrain import ModelConfig, lesson
 from xtrain.serving import speculation
+from xtrain.training.memory_plan import plan
 
 CLAIMS = [  # lesson, the text with one number, the output with the same number
     ("25", r"all weights need ([\d.]+) GB", r"all weights\n(?:.*\n)*?    in all +([\d.]+) GB\nrank 16"),
@@ -180,3 +181,13 @@ def test_the_cost_of_the_same_bits_is_that_of_the_records():
     lines = (lesson.records.RESULTS / "bench_exact.jsonl").read_text(encoding="utf-8").splitlines()
     costs = {f"{record['cost']:.2f}" for record in map(json.loads, lines) if "cost" in record}
     assert len(said) > 8 and set(said) <= costs
+
+
+def test_the_memory_of_lora_is_that_of_the_plan():
+    page = (lesson.LESSONS / "howto" / "finetune.md").read_text(encoding="utf-8")
+    shape = dict(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, hidden_dim=5632)
+    config = ModelConfig(vocab_size=32000, max_seq_len=2048, qk_norm=False, **shape)
+    one = plan(config, 1, 1024, "bf16", lora=16)
+    two = plan(config, 2, 2048, "bf16", "block", lora=16)
+    assert f"{one.reserved / 1e9:.1f} GB for a Llama of 1.1 B parameters" in page
+    assert f"{two.reserved / 1e9:.1f} GB for two rows of 2048 tokens" in page
