@@ -431,7 +431,7 @@ for piece in ("a ", "<", " b", "<", "/b", "</", ">", "never shown"):
 # %% [markdown]
 # ## Server-sent events: the client's side
 #
-# The network knows no events. It delivers bytes in the pieces that it likes: half an event, three
+# The network has no notion of events. It delivers bytes in arbitrary pieces: half an event, three
 # events, half of a `€`. So the client collects bytes, takes the complete events and keeps the rest.
 #
 # ```text

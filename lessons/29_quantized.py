@@ -285,8 +285,8 @@ for name, w in matrices.items():
     print(f"{name:14}", "".join(f"{x.max():9.1%}" for x in each))
 
 # %% [markdown]
-# For normal weights int8 is 2.5 times as accurate, with the same bytes. fp8 does not mind the outlier: it
-# moves the exponents of the others, and leaves them their fractions.
+# For normal weights int8 is 2.5 times as accurate, with the same bytes. The outlier does not affect fp8: it changes the
+# exponents of the other weights, not their fractions.
 #
 # ## The product
 #
@@ -478,9 +478,9 @@ print(f"if the rest stayed as in bf16: {(bf16 + rest['bf16']) / (int8 + rest['bf
 print(f"measured: {r['ratio']:.2f}")
 
 # %% [markdown]
-# Part of the answer is the gaps. A step is 22 layers of 5 kernels, about 110 kernels one after the other. Each has
-# to start and to wait for its first bytes. That takes about 2 µs per kernel in bf16, and codes do not shorten it:
-# 1.5 is left of 1.9.
+# Part of the answer is the gaps. A step is 22 layers of 5 kernels, about 110 kernels one after the other. Each has to
+# start and to wait for its first bytes. That takes about 2 µs per kernel in bf16, and codes do not shorten it: of the
+# factor 1.9 about 1.5 remains.
 #
 # And in int8 the rest is a little *longer*: every weight has to be converted. How much can that cost? With twice the
 # instructions to convert a code, and products that each wait at their end for the scales of their rows, the rest is

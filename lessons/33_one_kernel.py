@@ -69,12 +69,11 @@ print(
 )
 
 # %% [markdown]
-# And it takes? On one H100 a step of one sequence with 128 keys takes 387 µs in separate kernels,
-# which is 13 µs per layer, 2.6 per kernel: six times what the bytes need. Launching is not the
-# reason, since all kernels are in a CUDA graph ([lesson 10](10_profiling.ipynb)). It is what happens
-# at the *boundary* between two kernels: the last block finishes, its writes are flushed, the next
-# kernel's blocks start, and only then do they issue their first loads. During much of this time,
-# memory is idle.
+# How long does it take? On one H100 a step of one sequence with 128 keys takes 387 µs in separate kernels,
+# which is 13 µs per layer, 2.6 per kernel: six times what the bytes need. Launching is not the reason,
+# since all kernels are in a CUDA graph ([lesson 10](10_profiling.ipynb)). It is what happens at the
+# *boundary* between two kernels: the last block finishes, its writes are flushed, the next kernel's blocks
+# start, and only then do they issue their first loads. During much of this time, memory is idle.
 #
 # A kernel boundary does two things that we need: it *waits* until all blocks are done, and what they
 # wrote is *visible* afterwards. Can blocks do both by themselves, without ending?
@@ -891,8 +890,10 @@ lesson.figures.bars(OTHERS, "µs, 30 layers")
 # *Prefetching the weights of the next task into the L2 cache*, before a block begins its present one: 416 µs with it, and 416 without. The loads that are in flight during
 # the wait already hide the latency of memory; what remains is the hand-over.
 #
-# *Words with a seal.* The release waits for the L2 cache, and the data are read only after the counter. So write each number into a word of 8 bytes, next
-# to the number of the round, its seal, and let every thread poll the words that it needs: no fence, no counter, no second read. Expected were 1.3 instead of 2 µs:
+# *Words with a seal.* The release waits for the L2 cache, and the data are read only after the counter. So write each
+# number into a word of 8 bytes, next to the number of the round, its seal, and let every thread poll the words that it
+# needs: no fence, no counter, no second read. (NCCL's low-latency protocol, LL, does this.) Expected were 1.3 instead
+# of 2 µs:
 
 # %%
 print("µs per round        counter   sealed   one block alone: counter   sealed")

@@ -693,7 +693,7 @@ print("tile      passes:", max(trace.bank_conflicts()))
 # The library's kernel has tiles of 128 x 128, and moves 16 bytes per access: 16 neighbouring *codes of a column* have to be in one thread's registers. It reads words of 4 codes, and transposes
 # 4 x 4 codes at a time with byte permutations.
 #
-# ## How many bits has a sum?
+# ## How many bits does a sum have?
 #
 # A product of two e4m3 numbers has 8 significant bits, and a sum of thousands of them needs many more. One would expect float32. But Hopper's tensor cores add fp8 products with
 # about 14 bits (DeepSeek-AI 2024 found it in training). xtrain's test measured an error of $3.4 \cdot 10^{-4}$ of the largest sum on an H100, with 1,040 terms. A simple

@@ -615,8 +615,8 @@ lesson.check("35.4", causes)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# A grid that depends on N is no cause by itself, nor are parts of K. The question is whether the additions of *one* element
-# change.
+# A grid that depends on N is not a cause by itself, nor are parts of K. The question is whether the additions of *one*
+# element change.
 #
 # </details>
 
@@ -833,7 +833,7 @@ for order in (numbers, numbers[::-1]):
 # before they are added to lane 0's: another tree, unless K is at most 528, where lane 1 has at most one chunk. 3: No.
 # It is a sum over the rows of the batch, divided among the ranks; the same batch on the same number of ranks gives the
 # same bits. 4: Walk the chains of other outputs, which are other sums, and copy the operands. 5: The numbers of rows
-# must go beyond the sizes at which a library changes its algorithm, and include some that are no multiple of a tile.
+# must go beyond the sizes at which a library changes its algorithm, and include some that are not multiples of a tile.
 #
 # </details>
 #
