@@ -620,8 +620,8 @@ lesson.source(speculation.count_accepted)
 lesson.source(speculation.History)
 
 # %% [markdown]
-# And the engine, with up to 7 drafts and without, sampled, with log-probabilities. (On a CPU a row costs as much as a step
-# of one row, so drafts may not pay and none may be made. The answers do not depend on that.)
+# And the engine, with up to 7 drafts and without, sampled, with log-probabilities. (On a CPU each further row takes
+# about as long as a step of one row, so drafts may not pay, and then none are made. The answers do not depend on it.)
 
 # %%
 prompts = [[7, 8, 9, 10] * 6, list(range(20, 50))]
