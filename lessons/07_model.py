@@ -527,9 +527,9 @@ lesson.table(
 )
 
 # %% [markdown]
-# **Fusing ops that share data** makes each of these three several times faster than running op by
-# op. PyTorch's compiler gets much of this gain too, but not all of it for cross-entropy, because
-# forward and backward remain two kernels there.
+# **Fusing ops that share data** makes each of these three several times faster than running op by op. PyTorch's
+# compiler gets most of this gain too, and least of it for cross-entropy, because forward and backward remain two
+# kernels there.
 #
 # If you have a GPU, time your own softmax against the library's:
 

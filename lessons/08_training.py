@@ -540,11 +540,11 @@ lesson.source(run.Run.train_step)
 # python -m xtrain.train
 # ```
 #
-# This takes two minutes on two cores. The text is the source of Python's standard library on your
-# machine, with a vocabulary of 2048 tokens. Watch four things: the first loss is near
-# ln(2048) = 7.6; the gradient norm falls from above 1 and then stays low; the validation loss falls
-# below that of the byte-bigram model, which predicts each byte from the previous one; and the
-# samples begin to look like code.
+# This takes two to three minutes on two cores. The text is the source of Python's standard library on your
+# machine, with a vocabulary of 2048 tokens. Watch four things: the first loss is near ln(2048) = 7.6; the
+# gradient norm falls from above 1 and then stays low; the validation loss falls below that of the
+# byte-bigram model, which predicts each byte from the previous one; and the samples begin to look like
+# code.
 #
 # ## What did not help
 #
@@ -573,7 +573,7 @@ for decoupled in (True, False):
 # *Clipping each array separately*: every array is scaled by a different factor, so the direction
 # changes.
 #
-# *No warm-up*: on the small language above it makes no difference; on large models it is decisive.
+# *No warm-up*: on the small language above it makes no difference, so such a run cannot decide about it.
 #
 # ## More exercises
 #

@@ -717,14 +717,12 @@ print(f"two passes save {D} multiplications per row and tile (rescaling once per
 print(f"compared with the {2 * TILE * D:,} of the two products")
 
 # %% [markdown]
-# *Atomics for dq in the dk, dv kernel.* They would reduce the seven products per tile to five (S
-# and dP are computed in both kernels), 29 % less arithmetic, but give different bits in every run.
-# xtrain accepts the extra cost. A block that holds all keys of a head (up to 256 keys of width 16
-# or 32) can sum dq in a fixed order without atomics: its warps store their ds in shared memory, and
-# dq is one more product. xtrain had such a kernel of 300 lines. It made a training step of dim384
-# 0.3 to 0.8 % faster and one of dim768 1.4 to 1.9 % (an H100, three runs each): with a causal mask,
-# few queries see the late keys, and the warps that own those keys wait for the others. It was
-# removed.
+# *Atomics for dq in the dk, dv kernel.* They would reduce the seven products per tile to five (S and dP are computed in
+# both kernels), 29 % less arithmetic, but give different bits in every run. xtrain accepts the extra cost. A block that
+# holds all keys of a head (up to 256 keys of width 16 or 32) can sum dq in a fixed order without atomics: its warps
+# store their ds in shared memory, and dq is one more product. Such a kernel has 300 lines, and makes a training step of
+# dim384 0.3 to 0.8 % faster and one of dim768 1.4 to 1.9 % (an H100, three runs each): with a causal mask, few queries
+# see the late keys, and the warps that own those keys wait for the others. That is too little for the library.
 #
 # ## More exercises
 #

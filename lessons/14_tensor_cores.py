@@ -594,9 +594,9 @@ for D in (32, 64, 128):
 # work more evenly over the multiprocessors. The tables are measured, not derived;
 # `bench/tune_flash_attention.py` writes this one.
 #
-# *Padding instead of a swizzle.* It avoids bank conflicts equally well and is simpler. But it needs
-# an eighth more shared memory at width 64, and Hopper's engine for copying tiles, TMA ([lesson
-# 23](23_hopper.ipynb)) writes them in exactly this swizzle.
+# *Padding instead of a swizzle.* It avoids bank conflicts equally well and is simpler. But it needs an eighth more
+# shared memory at width 64, and Hopper's engine for copying tiles, TMA ([lesson 23](23_hopper.ipynb)), writes them in
+# exactly this swizzle.
 #
 # ## More exercises
 #

@@ -496,22 +496,20 @@ lesson.source(zero.cut)
 #
 # ## What did not help
 #
-# *One thread per GPU in a single process.* The predecessor of xtrain (a program in Rust and CUDA
-# C++, on RTX 5090 GPUs) did that. Its log shows the time of forward and backward for the **same**
-# work per rank, in milliseconds, by number of GPUs:
+# *One thread per GPU in a single process.* A program in Rust and CUDA C++, on RTX 5090 GPUs, did that. Its log (no
+# record in `bench/results`) shows the time of forward and backward for the **same** work per rank, in milliseconds, by
+# number of GPUs:
 
 # %%
 forward_backward = {"1 GPU": 136, "2 GPUs": 202, "4 GPUs": 342, "8 GPUs": 780}
 lesson.figures.bars(forward_backward, "ms", "one thread per GPU: the same work per GPU")
 
 # %% [markdown]
-# The suspicion was slow communication. The decisive experiment was to switch communication *off*:
-# the times did not change. All-reduce was 6 to 7 % of the step. The threads blocked each other at
-# every call into the driver, above all at memory allocation, several times per operation. Four GPUs
-# were 1.41 times as fast as one, and eight were slower than four. So xtrain runs one **process**
-# per GPU and allocates no memory from the driver after the first steps ([lesson
-# 16](16_memory.ipynb)). The experiment remains available: `--dp none` computes without
-# communicating.
+# Is communication slow? With communication switched *off*, the times did not change. All-reduce was 6 to 7 % of the
+# step. The threads blocked each other at every call into the driver, above all at memory allocation, several times per
+# operation. Four GPUs were 1.41 times as fast as one, and eight were slower than four. So xtrain runs one **process**
+# per GPU and allocates no memory from the driver after the first steps ([lesson 16](16_memory.ipynb)). The experiment
+# remains available: `--dp none` computes without communicating.
 #
 # *Grouping all all-reduces into one NCCL group* gave that program no speed-up either, and broke the
 # identity of the ranks: the largest difference of a weight went from 0 to 1.5e-8. With NCCL 2.28,

@@ -340,10 +340,9 @@ for B in (1, 8, 64, 512):
 print("the ridge of an H200 in bf16: 989e12 / 4.0e12 = 247")
 
 # %% [markdown]
-# Decoding is limited by memory bandwidth at every batch size that fits. So one step takes as long
-# as it takes to read all weights once and all caches once: at B = 1 about 16 GB / 4 TB/s = 4 ms. A
-# larger batch costs almost no extra time until the caches are as large as the weights. This is why
-# lesson 21 keeps the batch full.
+# Decoding is limited by memory bandwidth at every batch size that fits. So one step takes as long as it takes to read
+# all weights once and all caches once: at B = 1 about 16 GB / 4 TB/s = 4 ms. By this bound, a larger batch costs almost
+# no extra time until the caches are as large as the weights. This is why lesson 21 keeps the batch full.
 #
 # The table shows a measured full step of a Llama with 1.1 billion parameters, one token for each of
 # B sequences. *Bound* is the time needed to read weights and caches at the copy bandwidth of that
@@ -368,10 +367,11 @@ lesson.table(
 )
 
 # %% [markdown]
-# With short contexts, a step for 32 sequences takes less than 1.5 times as long as a step for one.
-# With 4096 tokens each, the caches of 32 sequences are larger than the weights, and the step takes
-# correspondingly longer. (The steps reach 55 to 76 % of the speed that the bound allows: a step
-# consists of a few hundred small kernels, launched one after the other.)
+# With short contexts, the bound of a step for 32 sequences is 5 % above that for one, and the measured step takes 44 %
+# longer. With 4096 tokens each, the caches of 32 sequences are larger than the weights, and the step takes
+# correspondingly longer. (The steps reach 55 to 76 % of the speed that the bound allows: a step consists of more than a
+# hundred small kernels, and memory is idle for about 2 microseconds between two of them:
+# [decoding](notes/decoding.md).)
 #
 # On a GPU: compare your append with the library's kernel, which moves 16 bytes per thread and
 # appends keys and values together.

@@ -209,13 +209,12 @@ for chunk in (50, 16, 7):
 # %% [markdown]
 # ## Exercise 19.3: how many parts?
 #
-# With too few parts, multiprocessors are idle. With too many, each part has only a few keys and the
-# merge gets longer. xtrain uses one part per 256 keys, about, and at most 32. Note what the
-# number of parts depends on: **the length of the row, and nothing else**. If it depended on the
-# other sequences in the batch, the last bits of a sequence's result would depend on them too.
-# (xtrain makes two exceptions, for speed: a part has about 192 keys in a batch of few sequences, and
-# 1024 in one of many. `Engine(batch_invariant=True)` uses prefill's attention instead, which has no
-# parts.)
+# With too few parts, multiprocessors are idle. With too many, each part has only a few keys and the merge gets longer.
+# xtrain uses one part per 256 keys, about, and at most 32. Note what the number of parts depends on: **the length of
+# the row, and nothing else**. If it depended on the other sequences in the batch, the last bits of a sequence's result
+# would depend on them too. (xtrain makes two exceptions, for speed: a part has about 192 keys in a batch of few
+# sequences, and 1024 in one of many. `Engine(batch_invariant=True)` has no parts: it adds in the order of training,
+# [lesson 35](35_one_order.ipynb).)
 
 
 # %% tags=["exercise"]
@@ -408,16 +407,15 @@ print(library.__doc__)
 lesson.source(library_parts.make_split_keys)
 
 # %% [markdown]
-# `split_keys` is your 19.3, with two differences. Part sizes are multiples of 16 keys, for the tensor
-# cores. And the last part takes the rest: 4097 keys are 16 parts, where rounding up would make a
-# 17th part of one key, for which a block would have to prepare the query and write a result. On one
-# H200, with 32 key heads, that was the difference between 22 and 15 microseconds: 17 parts were more
-# blocks than the GPU runs at a time.
+# `split_keys` is your 19.3, with two differences. Part sizes are multiples of 16 keys, for the tensor cores. And the
+# last part takes the rest: 4097 keys are 16 parts, where rounding up would make a 17th part of one key, for which a
+# block would have to prepare the query and write a result. On one H200, with 32 key heads, rounding up took 22
+# microseconds instead of 15 (measured once, no record): 17 parts are more blocks than the GPU runs at a time.
 #
-# Each block asks for its next part until there are none left, because the host does not know the
-# lengths: it would have to start a block for every part that a row may ever have. For 240 sequences
-# of about 730 tokens, that took 326 microseconds if a row may have 2048 tokens, and 468 if it may have
-# 32,768; now both take 193. This function finds the block that merges:
+# Each block asks for its next part until there are none left, because the host does not know the lengths: it would have
+# to start a block for every part that a row may ever have. For 240 sequences of about 730 tokens, such blocks took 326
+# microseconds if a row may have 2048 tokens, and 468 if it may have 32,768; with this loop both take 193 (measured
+# once, no record). This function finds the block that merges:
 
 # %%
 from xtrain.kernels.primitives import last_block
@@ -425,22 +423,20 @@ from xtrain.kernels.primitives import last_block
 lesson.source(last_block.arrive_last)
 
 # %% [markdown]
-# Where are the fences? In the example above, a `threadfence` precedes the atomic and another one
-# follows it. So it was in this library once. Each compiled to
-# `MEMBAR.SC`, the strongest fence: it puts all such fences of the whole GPU into a single order,
-# which is not needed here. `atomic_add_in_order` is a single PTX instruction, `atom.acq_rel`:
-# *release* means that everything written before it is visible to a block that sees the new count;
-# *acquire* means that this block then reads current values. One `MEMBAR.ALL` remains, which waits
-# for the block's own writes. Together with merging the warps' sums in registers, this made
-# attention over 4096 keys 1.5 microseconds shorter (of 10.2, measured with CUPTI) in each of 22
-# layers; over 128 keys, where there is only one part and no counter, it saved 0.4.
+# Where are the fences? In the example above, a `threadfence` precedes the atomic and another one follows it. Each
+# compiles to `MEMBAR.SC`, the strongest fence: it puts all such fences of the whole GPU into a single order, which is
+# not needed here. `atomic_add_in_order` is a single PTX instruction, `atom.acq_rel`: *release* means that everything
+# written before it is visible to a block that sees the new count; *acquire* means that this block then reads current
+# values. One `MEMBAR.ALL` remains, which waits for the block's own writes. Together with merging the warps' sums in
+# registers, this makes attention over 4096 keys 1.5 microseconds shorter (of 10.2, measured with CUPTI) in each of 22
+# layers; over 128 keys, where there is only one part and no counter, it saves 0.4.
 #
 # ## What did not help
 #
-# *Choosing the number of parts from the batch size*, so that the number of blocks is always close
-# to the number of multiprocessors: this is slightly faster for some batches, but a sequence's
-# tokens then depend on which other sequences are being served. Only the three part sizes mentioned
-# above remain of it. The bits of the result change with the parts:
+# *Choosing the number of parts from the batch size*, so that the number of blocks is always close to the number of
+# multiprocessors: this is slightly faster for some batches, but a sequence's tokens then depend on which other
+# sequences are being served. The library has only the three part sizes mentioned above. The bits of the result change
+# with the parts:
 
 # %%
 k64, v64 = (simulator.sim(rng.standard_normal((64, 32)).astype(np.float32)) for _ in range(2))

@@ -444,13 +444,11 @@ lesson.source(sampling.sample_ref)
 lesson.source(sampling_search.make_top_kernel)
 
 # %% [markdown]
-# **With other rules**, sorting the whole row is too expensive, and no short list is guaranteed to
-# suffice. The first version sorted the 1024 largest logits, merged them segment by segment, and then
-# summed over the whole vocabulary. The current one sorts only the tokens that can matter. A second
-# pass assigns tokens to 1024 bins by their distance from the largest logit and builds an exact
-# histogram of the weights (with top-k: of the tokens). The running sum over the bins gives the bin
-# that contains the cutoff or the draw; a third pass gathers only the tokens of that bin, and one
-# block sorts them and picks one.
+# **With other rules**, sorting the whole row is too expensive, and no short list is guaranteed to suffice. The library
+# sorts only the tokens that can matter. A second pass assigns tokens to 1024 bins by their distance from the largest
+# logit and builds an exact histogram of the weights (with top-k: of the tokens). The running sum over the bins gives
+# the bin that contains the cutoff or the draw; a third pass gathers only the tokens of that bin, and one block sorts
+# them and picks one.
 #
 # The bitonic sort works in shared memory: threads compare and exchange in a fixed pattern, and only
 # the steps whose partners are more than 32 apart need a barrier for the whole block:
@@ -459,9 +457,9 @@ lesson.source(sampling_search.make_top_kernel)
 lesson.source(sampling_search.put_in_order)
 
 # %% [markdown]
-# The histogram had a performance problem. `cuda.atomic.add` on 64-bit numbers in shared memory
-# is not a hardware instruction but a loop: read, add, compare and swap, and retry if another thread
-# was faster. Two 32-bit atomic additions, with the carry from the first passed to the second, are
+# The histogram needs one more trick. `cuda.atomic.add` on 64-bit numbers in shared memory is not a
+# hardware instruction but a loop: read, add, compare and swap, and retry if another thread was
+# faster. Two 32-bit atomic additions, with the carry from the first passed to the second, are
 # hardware instructions and equally exact.
 
 # %%

@@ -530,9 +530,8 @@ print("static, sorted by a guess:", static_steps(by_guess, slots), "steps")
 # But this requires the lengths in advance, and with a guess that is wrong by a factor of two or
 # three most of the gain is lost. In addition, the longest requests wait longest.
 #
-# *A slot with room for the longest sequence.* xtrain's slots once were rows of the cache, as long as
-# the longest sequence: a short sequence wasted most of its row. [Lesson 24](24_paged_cache.ipynb)
-# counts how much, and divides the cache into blocks.
+# *A slot with room for the longest sequence*, as in the first sections: a short sequence wastes most of its row of the
+# cache. [Lesson 24](24_paged_cache.ipynb) counts how much, and divides the cache into blocks.
 #
 # ## More exercises
 #

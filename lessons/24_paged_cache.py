@@ -13,9 +13,9 @@
 #
 # *About 60 minutes. You need [lesson 19](19_decode_attention.ipynb) and [lesson 21](21_engine.ipynb).*
 #
-# **The question.** Memory decides how many sequences an engine can serve at a time. Nobody knows how
-# long an answer will be. Must there be room for the longest possible one in every slot? And if a
-# hundred requests begin with the same instructions, must the GPU hold their keys a hundred times?
+# **The question.** Memory decides how many sequences an engine can serve at a time. The length of an answer is not
+# known in advance. Must there be room for the longest possible one in every slot? And if a hundred requests begin with
+# the same instructions, must the GPU hold their keys a hundred times?
 #
 # You will write the allocator that hands out blocks of the cache, a kernel that attends through a
 # block table, the names by which equal beginnings are found, and the rule for writing to a block that
@@ -78,7 +78,7 @@ lesson.figures.ownership(owner, "8 blocks of 4 tokens; 0: empty", "sequence")
 
 # %% [markdown]
 # Position p of a sequence is in block `table[p // S]`, at offset `p % S`. That is all there is to it,
-# for the reader of the cache. Somebody must hand out the blocks.
+# for the reader of the cache. What is missing is an allocator, which hands out the blocks.
 #
 # ## Exercise 24.1: the allocator
 #
@@ -298,9 +298,9 @@ print([known.get(name, "to compute") for name in block_names(question, 4)])
 #
 # ## Writing where others read
 #
-# A shared block is read-only. That is no problem while it is full: the next token goes to another
+# A shared block is read-only. This is not a restriction while it is full: the next token goes to another
 # block. But two answers to one prompt share its last block too, which is usually not full, and their
-# next tokens differ. Whoever writes first makes a **copy** for itself: *copy on write*, as an
+# next tokens differ. The first sequence that writes makes a **copy** for itself: *copy on write*, as an
 # operating system does after `fork`.
 #
 # ## Exercise 24.4: where does the next token go?
@@ -378,7 +378,7 @@ print("the same answers:", texts[False] == texts[True])
 
 # %% [markdown]
 # A sequence takes a block when it needs one. So the engine can admit more sequences than would fit if
-# all of them became long, and one day there is no free block. Then the newest sequence is
+# all of them became long, and at some step there may be no free block. Then the newest sequence is
 # **preempted**: it gives up its blocks, waits, and computes its tokens again later, as part of its
 # prompt. That sounds expensive, but a prompt is computed in one pass, many tokens at a time. Here the
 # cache has only 14 blocks:
@@ -418,10 +418,9 @@ lesson.figures.timeline(spans, "sequences decoded and prompt tokens computed", "
 #
 # ## The library's kernel
 #
-# The first function is the address in your 24.2, in 32 bits: an invalid entry of a table becomes the
-# last block, so that nothing is read out of bounds, and the caller compares the entry with R. The
-# next ones are your 24.1 and 24.3. A block that nobody uses keeps what it holds, until the block is
-# needed: the one that was used least recently is evicted first.
+# The first function is the address in your 24.2, in 32 bits: an invalid entry of a table becomes the last block, so
+# that nothing is read out of bounds, and the caller compares the entry with R. The next ones are your 24.1 and 24.3. An
+# unused block keeps its contents until the block is needed: the one that was used least recently is evicted first.
 
 # %%
 from xtrain.kernels.decoding import kv_cache
@@ -449,9 +448,8 @@ lesson.source(Scheduler._assign_blocks)
 # memory, and a table would have one entry per key. With blocks of 64 tokens the first cell of this
 # lesson counted a few percent of waste.
 #
-# *Starting a thread block for every block that a sequence may ever have.* The host does not know the
-# lengths, so xtrain once did this, and most of those thread blocks had nothing to do ([lesson
-# 19](19_decode_attention.ipynb) has the times).
+# *Starting a thread block for every block that a sequence may ever have.* The host does not know the lengths, so most
+# of those thread blocks would have nothing to do ([lesson 19](19_decode_attention.ipynb) has the times).
 #
 # ## More exercises
 #

@@ -45,7 +45,7 @@ IGNORE = -100  # a target that does not count
 # ## What is trained, by hand
 #
 # A chat template turns a conversation into one text. Every token of it is an input. But only what
-# the assistant says is a **target**: the model shall learn to answer, not to ask.
+# the assistant says is a **target**: the model should learn to answer, not to ask.
 #
 # ```text
 # ids       <user>  1 + 2  <end>  <bot>   3   <end>

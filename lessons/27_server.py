@@ -431,7 +431,7 @@ for piece in ("a ", "<", " b", "<", "/b", "</", ">", "never shown"):
 # %% [markdown]
 # ## Server-sent events: the client's side
 #
-# The network knows no events. It delivers bytes in the pieces that it likes: half an event, three
+# The network has no notion of events. It delivers bytes in arbitrary pieces: half an event, three
 # events, half of a `€`. So the client collects bytes, takes the complete events and keeps the rest.
 #
 # ```text
@@ -867,8 +867,8 @@ lesson.figures.curves(
 # $1 / (1 - \rho)$, and its tail first: a server is sized by the latency that its 99th percentile may
 # have, not by its throughput.
 #
-# **The improvement** over one slot is in the same table: 16 slots at a load of 80 % hardly wait, one
-# slot waits four service times on average. Slots that share one queue are better than one queue for
+# **The improvement** over one slot is in the same table: with 16 slots at a load of 80 % the median request does not
+# wait, with one slot the mean wait is four service times. Slots that share one queue are better than one queue for
 # each: no slot is idle while a request waits in another queue.
 #
 # ## The whole server under Poisson load
@@ -986,8 +986,8 @@ print("the engine's thread has ended:", not server.engine.alive)
 # %% [markdown]
 # ## What did not help
 #
-# *An event for each token, at any load.* It looks best with one stream, and you have measured it with
-# 256: a step that sleeps for 2 ms takes longer than that, because the engine's thread waits for the GIL.
+# *An event for each token, at any load.* With one stream this is best. You have measured it with 256: a step that
+# sleeps for 2 ms takes longer than that, because the engine's thread waits for the GIL.
 #
 # *Calling `engine.step()` in the event loop.* No second thread, no lock. But then no byte is read or
 # written during a step, and a disconnect is seen only after it.

@@ -178,7 +178,7 @@ lesson.figures.curves(range(1, 33), ordered, "direction", "singular value", log=
 #
 # The classical choice (Newton and Schulz) is $p(s) = 1.5 s - 0.5 s^3$, which converges to exactly 1. But
 # near 0 it only multiplies by 1.5. K. Jordan gave up the exact 1 for speed: his quintic multiplies small
-# values by 3.4445, and ends somewhere between 0.7 and 1.2. The 2 x 2 matrix from above, step by step:
+# values by 3.4445, and ends somewhere between 0.68 and 1.2. The 2 x 2 matrix from above, step by step:
 
 # %%
 a, b, c = QUINTIC
@@ -541,12 +541,11 @@ print("the same:", np.allclose(mine, theirs, atol=1e-5))
 #
 # <details><summary>Solutions</summary>
 #
-# 1: A singular value of 0 stays 0 under an odd polynomial, so newton_schulz gives about $u_1 v_1^T$. The SVD
-# completes U and V with arbitrary directions, so the exact $U V^T$ is not unique. 2: The norm is
-# divided out, so a gradient twice as long gives the same step. Clipping still bounds how much one
-# gradient weighs in the running mean, among the others. 3: 0.701. A singular value of 1 goes to 0.7, the next
-# iteration takes it to about 1.1: the values move around in [0.7, 1.2]. Only the direction matters,
-# and a singular value of 0.7 or 1.2 is close enough.
+# 1: A singular value of 0 stays 0 under an odd polynomial, so newton_schulz gives about $u_1 v_1^T$. The SVD completes
+# U and V with arbitrary directions, so the exact $U V^T$ is not unique. 2: The norm is divided out, so a gradient twice
+# as long gives the same step. Clipping still bounds how much one gradient weighs in the running mean, among the others.
+# 3: 0.701. A singular value of 1 goes to 0.7, the next iteration takes it to about 1.1: the values move around in
+# [0.68, 1.2]. Only the direction matters, and a singular value of 0.68 or 1.2 is close enough.
 #
 # </details>
 #

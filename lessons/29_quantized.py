@@ -285,8 +285,8 @@ for name, w in matrices.items():
     print(f"{name:14}", "".join(f"{x.max():9.1%}" for x in each))
 
 # %% [markdown]
-# For normal weights int8 is three times as accurate, with the same bytes. fp8 does not mind the outlier: it
-# moves the exponents of the others, and leaves them their fractions.
+# For normal weights int8 is 2.5 times as accurate, with the same bytes. The outlier does not affect fp8: it changes the
+# exponents of the other weights, not their fractions.
 #
 # ## The product
 #
@@ -478,14 +478,14 @@ print(f"if the rest stayed as in bf16: {(bf16 + rest['bf16']) / (int8 + rest['bf
 print(f"measured: {r['ratio']:.2f}")
 
 # %% [markdown]
-# Part of the answer is the gaps. A step is 22 layers of 5 kernels, about 110 kernels one after the other. Each has
-# to start and to wait for its first bytes. That takes about 2 µs per kernel in bf16, and codes do not shorten it:
-# 1.5 is left of 1.9.
+# Part of the answer is the gaps. A step is 22 layers of 5 kernels, about 110 kernels one after the other. Each has to
+# start and to wait for its first bytes. That takes about 2 µs per kernel in bf16, and codes do not shorten it: of the
+# factor 1.9 about 1.5 remains.
 #
-# And in int8 the rest is a little *longer*: every weight has to be converted. How much that can cost shows an earlier
-# version of the library's kernel, which needed twice the instructions to convert a code, and whose products each waited at their
-# end for the scales of their rows. Its rest was 0.42 ms, and the step 0.79. Counting instructions and waits
-# predicted 0.64 to 0.67 ms without them.
+# And in int8 the rest is a little *longer*: every weight has to be converted. How much can that cost? With twice the
+# instructions to convert a code, and products that each wait at their end for the scales of their rows, the rest is
+# 0.42 ms and the step 0.79 ([quantized weights](notes/quantized_weights.md)). Counting instructions and waits predicted
+# 0.64 to 0.67 ms without them.
 #
 # A prediction from bytes alone holds where kernels are long; here, what helps is to have fewer of them.
 #
@@ -584,8 +584,9 @@ for sequences in (1, 8, 32):
 #
 # $$q \cdot k'_n = s_n \, (q \cdot c_n) \qquad\qquad \sum_n p_n v'_n = \sum_n (p_n s_n) \, c_n$$
 #
-# For weights int8 was three times as accurate. But the keys of most models have a few channels that are much larger than the others (KIVI, below). What happens to a score then? Predict it
-# before you run the cell: the large channels make int8's steps large, in all channels of the row.
+# For normal weights int8 was more accurate. But the keys of most models have a few channels that are much larger than
+# the others (KIVI, below). What happens to a score then? Predict it before you run the cell: the large channels make
+# int8's steps large, in all channels of the row.
 
 # %%
 queries = rng.normal(size=(200, 128)).astype(np.float32)

@@ -69,19 +69,18 @@ print(
 )
 
 # %% [markdown]
-# And it takes? On one H100 a step of one sequence with 128 keys takes 387 µs in separate kernels,
-# which is 13 µs per layer, 2.6 per kernel: six times what the bytes need. Launching is not the
-# reason, since all kernels are in a CUDA graph ([lesson 10](10_profiling.ipynb)). It is what happens
-# at the *boundary* between two kernels: the last block finishes, its writes are flushed, the next
-# kernel's blocks start, and only then do they issue their first loads. During much of this time,
-# memory is idle.
+# How long does it take? On one H100 a step of one sequence with 128 keys takes 387 µs in separate kernels,
+# which is 13 µs per layer, 2.6 per kernel: six times what the bytes need. Launching is not the reason,
+# since all kernels are in a CUDA graph ([lesson 10](10_profiling.ipynb)). It is what happens at the
+# *boundary* between two kernels: the last block finishes, its writes are flushed, the next kernel's blocks
+# start, and only then do they issue their first loads. During much of this time, memory is idle.
 #
 # A kernel boundary does two things that we need: it *waits* until all blocks are done, and what they
 # wrote is *visible* afterwards. Can blocks do both by themselves, without ending?
 #
 # ## Waiting, by hand
 #
-# A small problem with the same shape as the layers of a model: in every round, each element becomes
+# A small problem with the same structure as the layers of a model: in every round, each element becomes
 # the sum of itself and of its two neighbours (the last one's neighbour is the first). A block owns 32
 # elements, and at its edges it needs what other blocks have computed in the round before.
 
@@ -585,11 +584,10 @@ for r in STEPS:
     )
 
 # %% [markdown]
-# It is slower with one sequence, and in the best case 4 % faster. That is not what this lesson's first section promised. (Earlier, with one sequence of the small model, the
-# separate kernels took 467 µs, the first version of the one kernel 475, and a later one 433, so it was ahead. The products have improved since, and the
-# separate kernels gained more.) The reason can be
-# measured, too: leave stages out of the *table*, and time the rest. (The result is then wrong, but the work is done.) The first version, all 30 layers, one
-# sequence, 128 keys, 132 blocks of 256 threads, one H100:
+# It is slower with one sequence, and in the best case 4 % faster. This is less than the first section of this lesson
+# suggests. The reason can be measured, too: leave stages out of the *table*, and time the rest. (The result is then
+# wrong, but the work is done.) Here a first version of the kernel, all 30 layers, one sequence, 128 keys, 132 blocks of
+# 256 threads, one H100:
 
 # %%
 ALONE = {  # microseconds of all layers, with only these stages in the table
@@ -892,8 +890,10 @@ lesson.figures.bars(OTHERS, "µs, 30 layers")
 # *Prefetching the weights of the next task into the L2 cache*, before a block begins its present one: 416 µs with it, and 416 without. The loads that are in flight during
 # the wait already hide the latency of memory; what remains is the hand-over.
 #
-# *Words with a seal.* The release waits for the L2 cache, and the data are read only after the counter. So write each number into a word of 8 bytes, next
-# to the number of the round, its seal, and let every thread poll the words that it needs: no fence, no counter, no second read. Expected were 1.3 instead of 2 µs:
+# *Words with a seal.* The release waits for the L2 cache, and the data are read only after the counter. So write each
+# number into a word of 8 bytes, next to the number of the round, its seal, and let every thread poll the words that it
+# needs: no fence, no counter, no second read. (NCCL's low-latency protocol, LL, does this.) Expected were 1.3 instead
+# of 2 µs:
 
 # %%
 print("µs per round        counter   sealed   one block alone: counter   sealed")

@@ -693,7 +693,7 @@ print("tile      passes:", max(trace.bank_conflicts()))
 # The library's kernel has tiles of 128 x 128, and moves 16 bytes per access: 16 neighbouring *codes of a column* have to be in one thread's registers. It reads words of 4 codes, and transposes
 # 4 x 4 codes at a time with byte permutations.
 #
-# ## How many bits has a sum?
+# ## How many bits does a sum have?
 #
 # A product of two e4m3 numbers has 8 significant bits, and a sum of thousands of them needs many more. One would expect float32. But Hopper's tensor cores add fp8 products with
 # about 14 bits (DeepSeek-AI 2024 found it in training). xtrain's test measured an error of $3.4 \cdot 10^{-4}$ of the largest sum on an H100, with 1,040 terms. A simple
@@ -720,9 +720,11 @@ for K in (1024, 4096, 16384):
     print(f"{K:6,} {errors[0]:43.0e} {'below 1e-6' if errors[1] < 1e-6 else '':>24}")
 
 # %% [markdown]
-# The errors of the model are as large as the one that was measured. They grow slowly with the number of terms, and are small next to the errors of the numbers themselves: if both
-# factors of every term are off by 2.6 %, in any direction, a typical sum is off by about 4 %. (Sums whose terms all have one sign suffer more: they grow, and each new term loses its lower bits. DeepSeek
-# adds the partial sums of 128 terms in float32, by ordinary instructions. xtrain does not, and cuBLASLt's "fast accumulation", which is coarser still, is off.)
+# The errors of the model have the size of the one that was measured. They grow slowly with the number of terms, and are
+# small next to the errors of the numbers themselves: if both factors of every term are off by 2.6 %, in any direction,
+# a typical sum is off by about 4 %. (Sums whose terms all have one sign suffer more: they grow, and each new term loses
+# its lower bits. DeepSeek adds the partial sums of 128 terms in float32, by ordinary instructions. xtrain does not, and
+# cuBLASLt's "fast accumulation", which is coarser still, is off.)
 #
 # ## What is in fp8, and what stays
 #
@@ -829,7 +831,8 @@ print("numbers:   ", np.array_equal(fp8.decode(theirs.rows), round_to(x_bf16, *F
 # %% [markdown]
 # ## What did not help
 #
-# *A history of 16 maxima.* The cell above: the same errors at a spike and after it, and 15 more numbers to keep per matrix.
+# *A history of 16 maxima.* The cell above: nearly the same errors at a spike and after it, and 15 more numbers to keep
+# per matrix.
 #
 # *No room for growth.* With a room of 1, a maximum that grows from step to step saturates in every step. In the run above (`Store(True, room=1.0)`) ten times as many numbers do, though this model learns as well. A room of 2 gives up one of 15 powers of two.
 #

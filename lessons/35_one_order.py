@@ -14,10 +14,10 @@
 # *About 90 minutes. You need [lesson 14](14_tensor_cores.ipynb), [lesson 19](19_decode_attention.ipynb) and
 # [lesson 26](26_policy_gradients.ipynb).*
 #
-# **The question.** Training computes thousands of rows at once, a server computes one row for each of its sequences. Both
-# multiply the same numbers, and yet the last bits of a row usually differ. [Lesson 26](26_policy_gradients.ipynb) showed
-# what equal bits are good for, and paid about twice the time for them. Can a kernel for one row be fast *and* add in the
-# order of a kernel for 8192 rows?
+# **The question.** Training computes thousands of rows at once, a server computes one row for each of its sequences.
+# Both multiply the same numbers, and yet the last bits of a row usually differ. [Lesson 26](26_policy_gradients.ipynb)
+# showed what equal bits are good for, and what they may cost: in its record a step takes 1.74 times as long. Can a
+# kernel for one row be fast *and* add in the order of a kernel for 8192 rows?
 #
 # It can, if we separate two things: the **order** of the additions, which decides the bits, and the **schedule**, which
 # thread adds what and when. You will write a product and an attention in which two schedules have one order, find the
@@ -92,9 +92,10 @@ print("big + (1 + 1) =", int(big + (one + one)))
 # So the terms alone do not determine a sum. Its *tree* does: which two numbers are added first, which next. Two programs
 # with the same tree give the same bits, whichever threads compute it. Two with different trees usually do not.
 #
-# Why would the tree of a product depend on the number of rows? Because a GPU has to be kept busy. A product y = x w^T of 8192 rows has thousands of tiles; one block each is enough. A product of one row has a few
-# tiles, and 132 multiprocessors wait for blocks. The usual remedy is **split-K**: several blocks share one sum, each with
-# a part of K. Here is a product that does this. What does row 0 look like, alone and among others?
+# Why would the tree of a product depend on the number of rows? Because all multiprocessors of a GPU should have work. A
+# product y = x w^T of 8192 rows has thousands of tiles; one block each is enough. A product of one row has a few tiles,
+# and 132 multiprocessors wait for blocks. The usual remedy is **split-K**: several blocks share one sum, each with a
+# part of K. Here is a product that does this. What does row 0 look like, alone and among others?
 
 # %%
 products = lesson.row_products
@@ -560,8 +561,8 @@ lesson.figures.timeline(rows, "chunks 0 to 3; m: the merge", "time", width=lesso
 # ## Which products have one order?
 #
 # You have seen `filled`. Here are the other six. All compute y = x w^T, and all are right to rounding. In which do the
-# bits of a row depend on something else than the row and w? Read before you run them: a test can fail to show a difference,
-# the order of the additions cannot hide.
+# bits of a row depend on something else than the row and w? Read before you run them: a test may miss a difference, but
+# the source shows every addition.
 
 # %%
 lesson.source(products.thread_kernel)
@@ -614,8 +615,8 @@ lesson.check("35.4", causes)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# A grid that depends on N is no cause by itself, nor are parts of K. The question is whether the additions of *one* element
-# change.
+# A grid that depends on N is not a cause by itself, nor are parts of K. The question is whether the additions of *one*
+# element change.
 #
 # </details>
 
@@ -696,8 +697,8 @@ for name, product in products.PRODUCTS.items():
     print(f"{name:11} {answers[name]:8} passes the check: {passes}")
 
 # %% [markdown]
-# One line disagrees: `added` passes, although its order is anything, because in the simulator threads take turns in a
-# fixed order. It can also run a launch in other orders of blocks, warps and lanes:
+# One line disagrees: `added` passes, although its order is arbitrary: in the simulator threads run in a fixed order. It
+# can also run a launch in other orders of blocks, warps and lanes:
 
 # %%
 y_86 = simulator.sim(np.zeros((8, 6), np.float32))
@@ -749,16 +750,17 @@ print(lesson.records.machine(measured))
 lesson.figures.bars(costs, "times as long", limit=("no cost", 1.0))
 
 # %% [markdown]
-# With many rows the order is free. (The long prompt was measured twice, with different results:
-# [Serve a model](howto/serve.md#the-same-bits) has both.) With one row the fast mode shares each sum among
-# many blocks, and the exact mode cannot: its time is that of chains which wait for themselves. And with one row and 4096
+# In training and from 32 rows on the order costs at most 5 %. (The long prompt is an exception. It was measured twice,
+# with different results: [Serve a model](howto/serve.md#the-same-bits) has both.) With one row the fast mode divides
+# each sum among many blocks, and the exact mode cannot: each chain of products is sequential. And with one row and 4096
 # keys it is slowest by far, because of the order that its attention has; the library's kernel, below, shows which.
 #
 # ## The improvement
 #
-# A chain cannot be shorter, so its warp should do nothing else. In xtrain's kernel for few rows the warps of a block have
-# different jobs: one warp per chain multiplies, the others copy the weights into shared memory ahead of it. Here is the
-# walk of a warp along one row of pieces. Everything around `mma_bf16` exists so that the next operands are there in time:
+# A chain cannot be shortened, so its warp should do nothing else. In xtrain's kernel for few rows the warps of a block
+# have different jobs: one warp per chain multiplies, the others copy the weights into shared memory ahead of it. Here
+# is the walk of a warp along one row of pieces. Everything around `mma_bf16` exists so that the next operands are there
+# in time:
 
 # %%
 from xtrain.kernels import row_bits
@@ -776,12 +778,12 @@ lesson.source(gemv_chain_parts.make_product)
 print(gemv_chain.__doc__)
 
 # %% [markdown]
-# Attention goes another way than your 35.2. Training's kernel on Hopper walks along tiles of keys with a *running* maximum,
-# from the last tile to the first, so decoding has this order, too, and one block has all keys of a sequence's key head.
-# With many sequences there are enough blocks. With one long sequence most multiprocessors are idle: that is the last row
-# of the table. The order of 35.2 would let many blocks share the keys; its price is the second accumulator, in training.
-# Within a tile there is freedom: scores of different keys are different sums, and so are the outputs of different
-# channels. One order, two schedules, one level further down:
+# Attention has another order than your 35.2. Training's kernel on Hopper walks along tiles of keys with a *running*
+# maximum, from the last tile to the first, so decoding has this order, too, and one block has all keys of a sequence's
+# key head. With many sequences there are enough blocks. With one long sequence most multiprocessors are idle: that is
+# the last row of the table. The order of 35.2 would let many blocks share the keys; its price is the second
+# accumulator, in training. Within a tile there is freedom: scores of different keys are different sums, and so are the
+# outputs of different channels. One order, two schedules, one level further down:
 
 # %%
 print(exact_decode_attention.__doc__)
@@ -808,20 +810,19 @@ for order in (numbers, numbers[::-1]):
     print(f"{np.float32(total):.9f}")
 
 # %% [markdown]
-# *256 rows at a time.* A product that always has 256 rows, padded or divided, has one order by construction. This is what
-# xtrain did first, and still does for a shape that fails the check. But 8192 rows are then 32 products, and one row pays
-# for 256.
+# *256 rows at a time.* A product that always has 256 rows, padded or divided, has one order by construction. xtrain
+# does this for a shape that fails the check. But 8192 rows are then 32 products, and one row costs as much as 256.
 #
-# *A bias in the product.* With a bias in bf16, cuBLAS adds it in another way than to the float32 sum. The kernel for few rows
-# refuses it.
+# *A bias in the product.* With a bias in bf16, cuBLAS adds it in another way than to the float32 sum. The kernel for
+# few rows does not support a bias.
 #
 # *A check with small whole numbers.* Their sums are exact in every order, so every product passes. It needs random numbers.
 #
 # ## More exercises
 #
 # 1. `max` appears in the merge. Does its order matter?
-# 2. In 35.1 let a lane sum 32 chunks one after the other, chunks 32 l, ..., 32 l + 31, and add the lanes' sums in order. For which
-#    K has it the bits of the walk?
+# 2. In 35.1 let a lane sum 32 chunks one after the other, chunks 32 l, ..., 32 l + 31, and add the lanes' sums in
+#    order. For which K does it have the bits of the walk?
 # 3. In exact mode, is the gradient of a weight independent of the batch? Of the number of ranks?
 # 4. A product of one row has K / 16 instructions that wait for each other. What can its other warps do in the meantime?
 # 5. `tiled` passes the check if x has at most 3 rows. What does that say about `ROWS` in `row_bits.py`?
@@ -829,10 +830,10 @@ for order in (numbers, numbers[::-1]):
 # <details><summary>Solutions</summary>
 #
 # 1: No: a maximum does not round. 2: If the sum of a lane begins at 0, the chunks of lane 1 are added to each other
-# before they are added to lane 0's: another tree, unless K is at most 512, where only lane 0 has chunks. 3: No. It is a sum over the rows
-# of the batch, divided among the ranks; the same batch on as many ranks gives the same bits. 4: Walk the
-# chains of other outputs, which are other sums, and copy the operands. 5: The numbers of rows must go beyond the sizes at which a library changes its algorithm, and
-# include some that are no multiple of a tile.
+# before they are added to lane 0's: another tree, unless K is at most 528, where lane 1 has at most one chunk. 3: No.
+# It is a sum over the rows of the batch, divided among the ranks; the same batch on the same number of ranks gives the
+# same bits. 4: Walk the chains of other outputs, which are other sums, and copy the operands. 5: The numbers of rows
+# must go beyond the sizes at which a library changes its algorithm, and include some that are not multiples of a tile.
 #
 # </details>
 #

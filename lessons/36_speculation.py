@@ -14,9 +14,9 @@
 # *About 75 minutes. You need [lesson 21](21_engine.ipynb) and [lesson 35](35_one_order.ipynb).*
 #
 # **The question.** One user waits for an answer. A decoding step reads all weights of the model and yields one token. A
-# step for 8 tokens reads the same weights and takes hardly longer. But the next 8 tokens of one answer are not known:
-# each depends on the one before. Can a step yield several of them all the same, and can the answer stay the very same,
-# token for token?
+# step for 8 tokens reads the same weights and takes only 9 % longer, in the first table below. But the next 8 tokens of
+# one answer are not known: each depends on the one before. Can a step yield several of them, and can the answer stay
+# the same, token for token?
 #
 # It can: *guess* the next tokens, compute all of them in one step, and keep what was right. You will write the rule that
 # accepts, the loop with a cache that forgets wrong guesses, a guesser that needs no second model, and the calculation
@@ -43,7 +43,7 @@ import xtrain
 from xtrain import lesson
 
 # %% [markdown]
-# ## A row more costs little
+# ## One more row costs little
 #
 # How long does a step take, by the number of its rows? Measured with the shape of Qwen3-0.6B, 512 tokens before each
 # row, in exact mode:
@@ -107,7 +107,7 @@ for i, token in enumerate([prompt[-1], *drafts]):
 
 # %% [markdown]
 # Row 0 has the true history, so its token is true. If it equals the first draft, row 1 has the true history, too, and
-# so on. The first draft that was not drawn ends it: what stands in later rows follows a wrong token. But the token that was
+# so on. This ends at the first draft that was not drawn: later rows follow a wrong token. But the token that was
 # drawn *there* is true. So a step yields the accepted drafts and one token more: at least 1 and at most k + 1.
 #
 # ## Exercise 36.1: what is accepted
@@ -157,7 +157,7 @@ drawn = [draw(prompt + drafts[:i], 0) for i in range(5)]
 print("the step yields", accepted(drafts, drawn), " plain decoding", answer[:3])
 
 # %% [markdown]
-# ## Why it is the very token
+# ## Why the tokens are the same
 #
 # Two things must be equal in both ways of decoding.
 #
@@ -184,8 +184,8 @@ print(
 # the right *distribution*, but it is another answer than without drafts, and a seed does not reproduce it if the drafts change.
 # Here the rule is "equal", and the answer does not depend on the drafts at all.
 #
-# Is a draft rejected more often for it? If the guesser names one token x, both accept it with probability p(x). If it
-# draws from q, independent draws agree seldom. But with the *same noise* on both sides they agree nearly as often as is
+# Does this rule reject more drafts? If the guesser names one token x, both rules accept it with probability p(x). If it
+# draws from q, independent draws rarely agree. But with the *same noise* on both sides they agree nearly as often as
 # possible, which is $\sum_x \min(p_x, q_x)$:
 
 # %%
@@ -210,9 +210,9 @@ for name, share in shares.items():
 # %% [markdown]
 # ## The cache forgets
 #
-# The rows of a step write their keys and values to the KV cache ([lesson 18](18_kv_cache.ipynb)). Those of rejected drafts
-# must not be read later. Nothing has to be deleted: they stand *behind* the end of the sequence, and the next step writes
-# over them, provided that it begins at the right position.
+# The rows of a step write their keys and values to the KV cache ([lesson 18](18_kv_cache.ipynb)). Those of rejected
+# drafts must not be read later. Nothing has to be deleted: they lie *behind* the end of the sequence, and the next step
+# overwrites them, provided that it begins at the right position.
 #
 # | position | 0 ... 3 | 4 | 5 | 6 | 7 |
 # |---|---|---|---|---|---|
@@ -315,11 +315,12 @@ for name, guess in guessers.items():
 # ## Guess without a model
 #
 # Much text repeats what was there before: code that is edited, a summary with quotations, JSON with the same keys.
-# **Prompt lookup** (Saxena 2023) searches the last n tokens in what came before, in prompt and answer, and drafts what followed them
-# there. It needs no model and no GPU, but it must be fast: a search through a prompt of 10,000 tokens for every step
-# would take longer than the step. So keep an **index**: a dict from each n-gram to the position after its last occurrence.
+# **Prompt lookup** (Saxena 2023) searches the last n tokens in what came before, in prompt and answer, and drafts what
+# followed them there. It needs no model and no GPU, but it must be fast: a search of the whole text in every step takes
+# longer the longer the text is. So keep an **index**: a dict from each n-gram to the position after its last
+# occurrence.
 #
-# The n-gram at the very end is not to find itself: nothing follows it yet. So it enters the index only when the next token
+# The n-gram at the end must not find itself: nothing follows it yet. So it enters the index only when the next token
 # arrives. And if the tokens that follow reach the end, continue with the draft itself, so that a repetition continues:
 #
 # `1 2 3 1 2 3 1 2` with n = 2: the last `1 2` occurred at 3; after it came `3 1 2`, and then the draft itself: `3 1 2 3 1 ...`
@@ -389,8 +390,8 @@ def make_lookup_solution(n):
 make_lookup = lesson.yours(make_lookup, make_lookup_solution)
 
 # %% [markdown]
-# How good is it? To find out no model is needed, only texts and their answers. A function whose variable is renamed, and a
-# paragraph that repeats nothing:
+# How good is it? Texts and their answers are enough to find out; no model is needed. A function whose variable is
+# renamed, and a paragraph that repeats nothing:
 
 # %%
 code = """
@@ -562,13 +563,13 @@ lesson.figures.curves(
 )
 
 # %% [markdown]
-# With one sequence nearly any guess pays. With 32 sequences drafts must be right more often than not, and a full batch, in
-# which every row already belongs to a sequence, is better off without. So an engine must not draft a fixed number of tokens: it measures its
-# steps and its guesses, and asks `best_length` in every step.
+# With one sequence nearly any guess pays. With 32 sequences drafts must be right more often than not, because four
+# times as many rows take 2.12 times as long. So an engine should not draft a fixed number of tokens. It measures its
+# steps and its guesses, and solves 36.5 in every step.
 #
-# xtrain's engine does. Measured with the shape of Qwen3-8B, one sequence and up to 7 drafts: a text that repeats a document
-# with 5 % of other tokens, drafts that are right with probability 0.7 each, and a text without repetition. *Same*: the
-# tokens are those of plain decoding.
+# xtrain's engine does this. Measured with the shape of Qwen3-8B, one sequence and up to 7 drafts: a text that repeats a
+# document in which 5 % of the tokens are others, drafts that are right with probability 0.7 each, and a text without
+# repetition. *Same*: the tokens are those of plain decoding.
 
 # %%
 measured = []
@@ -594,16 +595,17 @@ for what, tokens in (("p = 0.7", expected_tokens(0.7, 7)), ("this run", reached)
 print(lesson.records.machine(measured))
 
 # %% [markdown]
-# In this run fewer drafts were right than at p = 0.7 on average. With the tokens per step that it reached the estimate is
-# close to the measurement. It leaves out that the engine decodes plainly until it has measured its steps, and that a draft
-# has to wait until the token before it has reached the host, while plain steps are launched ahead.
+# In this run fewer drafts were right than at p = 0.7 on average. With the tokens per step that it reached the estimate
+# is 5 % above the measurement. It takes the shortest steps that were measured, and all of them with 7 drafts. (A step
+# with drafts takes longer than its kernels: it starts only when the token before the drafts has reached the host, while
+# plain steps are launched ahead.)
 #
 # ## The improvement
 #
-# One p for everything wastes drafts. A guess after a long match is better than one after a short match, and the chance
-# falls with every token. xtrain estimates it for each length of the match, from how often such guesses were right; then it
-# takes the most probable drafts of *all* sequences, as many as give the most tokens per second. A sequence that quotes
-# gets many, and one that does not gets none.
+# One p for everything wastes drafts. A guess after a long match is more often right than one after a short match, and
+# the probability falls with every token. xtrain estimates it for each length of the match, from how often such guesses
+# were right; then it takes the most probable drafts of *all* sequences, as many as give the most tokens per second. A
+# sequence that quotes gets many, and one that does not gets none.
 
 # %% [markdown]
 # ## The library's kernel
@@ -618,8 +620,8 @@ lesson.source(speculation.count_accepted)
 lesson.source(speculation.History)
 
 # %% [markdown]
-# And the engine, with up to 7 drafts and without, sampled, with log-probabilities. (On a CPU a row costs as much as a step
-# of one row, so drafts may not pay and none may be made. The answers do not depend on that.)
+# And the engine, with up to 7 drafts and without, sampled, with log-probabilities. (On a CPU each further row takes
+# about as long as a step of one row, so drafts may not pay, and then none are made. The answers do not depend on it.)
 
 # %%
 prompts = [[7, 8, 9, 10] * 6, list(range(20, 50))]
@@ -634,10 +636,11 @@ print("the same bits:  ", all(a.logprobs == b.logprobs for a, b in zip(answers[0
 # %% [markdown]
 # ## What did not help
 #
-# *A longer n-gram for safety.* In the table above, n = 4 has the better drafts, and after an edit it waits until four tokens agree
-# again; n = 1 finds something everywhere, and more of it is wrong. xtrain looks for 4 tokens first, then for 2.
+# *A longer n-gram for safety.* In the table above, n = 4 has the better drafts, but after an edit it finds nothing
+# until four tokens agree again; n = 1 finds something everywhere, and more of it is wrong. xtrain looks for 8 tokens
+# first, then for 4, then for 2.
 #
-# *Drafts in a full batch.* See the last curve: the rows are not free.
+# *Drafts in a large batch.* See the curve of 32 sequences: at small p drafts make it slower.
 #
 # *Rejection sampling with exact bits.* It would be correct, but it consumes random numbers of its own, so the answer would
 # depend on the drafts again.
@@ -653,9 +656,10 @@ print("the same bits:  ", all(a.logprobs == b.logprobs for a, b in zip(answers[0
 #
 # 1: The logits are those of another history: plausible text that is not the answer of plain decoding. A comparison with
 # plain decoding, token for token, notices it at once; that the comparison can be exact is what the exact mode gives. 2:
-# `best_length(0.8, [1 + 0.12 * k for k in range(30)])`. 3: It falls: a draft is accepted with its probability under the model, and a
-# hotter distribution is flatter. 4: The step yields one token more than it accepts, so `left - 1` drafts can complete the answer; another
-# row would only be thrown away, and has no place in the cache.
+# `best_length(0.8, [1 + 0.12 * k for k in range(30)])` gives k = 5, 2.31 times as fast. 3: It falls: a draft is
+# accepted with its probability under the model, and a hotter distribution is flatter. 4: The step yields one token more
+# than it accepts, so `left - 1` drafts can complete the answer; another row would only be thrown away, and has no place
+# in the cache.
 #
 # </details>
 #

@@ -5,7 +5,9 @@ import re
 
 import pytest
 
-from xtrain import lesson
+from xtrain import ModelConfig, lesson
+from xtrain.serving import speculation
+from xtrain.training.memory_plan import plan
 
 CLAIMS = [  # lesson, the text with one number, the output with the same number
     ("25", r"all weights need ([\d.]+) GB", r"all weights\n(?:.*\n)*?    in all +([\d.]+) GB\nrank 16"),
@@ -14,6 +16,7 @@ CLAIMS = [  # lesson, the text with one number, the output with the same number
     ("27", r"Compare it with the (\d+) slots", r", (\d+) slots, "),
     ("28", r"reaches AdamW's loss in (\d+) % of the steps", r"last loss after (\d+) % of the steps"),
     ("28", r"of the steps and in ([\d.]+) of the time", r"% of the steps, ([\d.]+) of the time"),
+    ("36", r"rows take ([\d.]+) times as long", r"32 sequences, k = 3 +a step takes ([\d.]+) times as long"),
 ]  # fmt: skip
 
 
@@ -28,6 +31,26 @@ def share_of_bound(output, shape):
     return 100 * in_row(output, f"llama 1.1B bf16 {shape}", 1) / in_row(output, f"llama 1.1B bf16 {shape}")  # fmt: skip
 
 
+def ratios(output, above, below, names):
+    """-> the smallest and the largest ratio of two numbers of a row, in these rows"""
+    found = [in_row(output, name, above) / in_row(output, name, below) for name in names]
+    return min(found), max(found)
+
+
+def cudnn(output):
+    """-> the smallest and the largest ratio of xtrain's TFLOP/s to cuDNN's"""
+    rows = re.findall(r"^named fwd.* bf16 +\d+ +\S+ +(\S+) +\S+ +(\S+)$", output, re.M)
+    found = [float(ours) / float(theirs) for ours, theirs in rows]
+    return min(found), max(found)
+
+
+def costs_of_many_rows(output):
+    """-> the costs of exact mode in lesson 35, without the long prompt and steps of few rows"""
+    rows = re.findall(r"^(.+?)  .* ms   cost (\S+)$", output, re.M)
+    return [float(x) for name, x in rows if not re.search(r"^1 |\b8 rows", name)]
+
+
+FUSED = [f"{name} bf16" for name in ("residual_rmsnorm_fwd", "qk_norm_rope_fwd", "swiglu_fwd", "cross_entropy_both")]  # fmt: skip
 SHAPES = [f"B={B} context={n}" for n in (128, 4096) for B in (1, 32)]
 DERIVED = [  # lesson, the text with numbers, the same numbers from the output
     (
@@ -39,6 +62,8 @@ DERIVED = [  # lesson, the text with numbers, the same numbers from the output
             in_row(o, "transpose_naive fp32") / in_row(o, "transpose_tiled fp32"),
         ),
     ),
+    ("11", r"op by op, takes ([\d.]+) to (\d+) times", lambda o: ratios(o[o.index("torch eager") :], 2, 0, FUSED)),
+    ("11", r"other two it takes ([\d.]+) to ([\d.]+) times", lambda o: ratios(o, 3, 0, FUSED[1::2])),
     (
         "16",
         r"fragmentation: (\d+) % in the first row, (\d+) % in the third",
@@ -54,8 +79,20 @@ DERIVED = [  # lesson, the text with numbers, the same numbers from the output
         r"reach (\d+) to (\d+) % of the speed that the bound allows",
         lambda o: [f(share_of_bound(o, shape) for shape in SHAPES) for f in (min, max)],
     ),
+    (
+        "18",
+        r"is (\d+) % above that for one, and the measured step takes (\d+) % longer",
+        lambda o: [100 * (in_row(o, f"llama 1.1B bf16 {SHAPES[1]}", i) / in_row(o, f"llama 1.1B bf16 {SHAPES[0]}", i) - 1) for i in (1, 0)],
+    ),
+    ("23", r"wgmma are ([\d.]+) to ([\d.]+) times as fast as cuDNN", cudnn),
+    ("26", r"needs about (\d+) times the samples", lambda o: [(in_row(o, "reward + 10, no baseline") / in_row(o, "either, baseline J")) ** 2]),
+    ("28", r"somewhere between ([\d.]+) and", lambda o: [min(map(float, re.findall(r"^iteration [2-5].* (\S+)\]$", o, re.M)))]),
+    ("29", r"int8 is ([\d.]+) times as accurate", lambda o: [in_row(o[o.index("worst row:") :], "normal", 1) / in_row(o[o.index("worst row:") :], "normal")]),
     ("30", r"The sort costs (\d+) µs", lambda o: re.findall(r"the sort alone: (\S+) µs", o)),
     ("33", r"with 128 keys takes (\d+) µs", lambda o: [1000 * float(re.search(r"B=1 context=128 +separate (\S+) ms", o)[1])]),
+    ("35", r"from 32 rows on the order costs at most (\d+) %", lambda o: [100 * (max(costs_of_many_rows(o)) - 1)]),
+    ("36", r"takes only (\d+) % longer", lambda o: [100 * (in_row(o, "8 rows") / in_row(o, "1 rows") - 1)]),
+    ("36", r"the estimate is (\d+) % above", lambda o: [100 * (in_row(o, "this run", 2) / float(re.search(r"^acceptance.* (\S+) times", o, re.M)[1]) - 1)]),
     ("33", r"in the best case (\d+) % faster", lambda o: [-min(int(x) for x in re.findall(r"\(([+-]\d+)%\)", o))]),
 ]  # fmt: skip
 
@@ -111,6 +148,20 @@ def test_two_schedules_have_the_same_bits_and_one_product_passes_the_check_wrong
     assert wrong == ["added"] and "`added` passes" in text
 
 
+def test_the_cost_of_the_same_bits_in_lessons_26_and_35_is_that_of_the_newest_record():
+    kinds = ("exact", "no-exact")
+    times = [lesson.record(f"bench_reinforce/dim512x8/{kind}/bf16")["ms"] for kind in kinds]
+    for number in ("26", "35"):
+        assert f"{times[0] / times[1]:.2f} times as long" in texts(number)[0]
+
+
+def test_the_engine_looks_for_n_grams_as_lesson_36_says():
+    said = re.search(
+        r"xtrain looks for (\d) tokens first, then for (\d), then for (\d)", texts("36")[0]
+    )
+    assert tuple(map(int, said.groups())) == speculation.NGRAMS
+
+
 def test_drafts_do_not_change_an_answer_and_do_not_always_pay():
     text, output = texts("36")
     assert re.findall(r"the same \w+: +(True|False)", output) == ["True"] * 6
@@ -130,3 +181,13 @@ def test_the_cost_of_the_same_bits_is_that_of_the_records():
     lines = (lesson.records.RESULTS / "bench_exact.jsonl").read_text(encoding="utf-8").splitlines()
     costs = {f"{record['cost']:.2f}" for record in map(json.loads, lines) if "cost" in record}
     assert len(said) > 8 and set(said) <= costs
+
+
+def test_the_memory_of_lora_is_that_of_the_plan():
+    page = (lesson.LESSONS / "howto" / "finetune.md").read_text(encoding="utf-8")
+    shape = dict(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, hidden_dim=5632)
+    config = ModelConfig(vocab_size=32000, max_seq_len=2048, qk_norm=False, **shape)
+    one = plan(config, 1, 1024, "bf16", lora=16)
+    two = plan(config, 2, 2048, "bf16", "block", lora=16)
+    assert f"{one.reserved / 1e9:.1f} GB for a Llama of 1.1 B parameters" in page
+    assert f"{two.reserved / 1e9:.1f} GB for two rows of 2048 tokens" in page
