@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from concurrent.futures import ThreadPoolExecutor
 from checks import GPU, normal, to_host, to_kernel
 
 from xtrain.device import cupy, to_device
@@ -349,6 +350,31 @@ def test_threads_compile_a_kernel_once(monkeypatch, compiling, tmp_path):
 def test_a_compiler_process_that_fails(monkeypatch, compilers, how):
     """This process then compiles, and says so; a kernel's own error is raised here."""
     here, translate = os.getpid(), _compile._translate
+def test_ctrl_c_is_for_one_thread(monkeypatch, compiling, tmp_path):
+    """One that waits for the interrupted one compiles the kernel itself."""
+    monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: tmp_path / "k.cubin")
+    compile_, main = _compile._compile, threading.get_ident()
+    waits = lambda: thread.submit(_compile.machine_code, ("k", ()))
+
+    def interrupted(kernel, signature):
+        if threading.get_ident() == main:
+            found.append(waits())
+            while not _compile._running["k", ()]._condition._waiters:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+        return compile_(kernel, signature)
+
+    found = []
+    monkeypatch.setattr(_compile, "_compile", interrupted)
+    with (
+        ThreadPoolExecutor(1) as thread,
+        pytest.warns(UserWarning, match=r"KeyboardInterrupt\(\) in another"),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            _compile.machine_code(("k", ()))
+        assert found[0].result() == ("name", b"code") and compiling == ["k"]
+
+
 
     def fails(kernel, signature):
         if os.getpid() != here:

@@ -161,8 +161,11 @@ def machine_code(job: tuple) -> MachineCode:
         try:
             here.set_result(_compile(*job))
         except BaseException as error:
-            here.set_exception(error)
-        _finish(job, path, here)
+            if not here.done():  # others must not get Ctrl-C, which is for this thread
+                here.set_exception(RuntimeError(f"{error!r} in another thread"))
+            raise
+        finally:
+            _finish(job, path, here)
         return here.result()
     try:
         return running.result()
