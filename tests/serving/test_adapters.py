@@ -1,5 +1,10 @@
 """Several adapters in one batch: each answer is that of a model with the adapter merged; no keys and values are shared."""
 
+import copy
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from twins import random_model, small
@@ -84,6 +89,40 @@ def test_passes_after_an_engine_are_those_of_the_model(tmp_path):
 
 
 def test_drafts_are_verified_with_the_adapter(tmp_path):
+def test_adapters_of_weights_that_are_multiplied_when_they_are_read(tmp_path):
+    """Granite's."""
+    base, adapters = folders(tmp_path, qk_norm=False)
+    config = json.loads((base / "config.json").read_text())
+    config |= {"model_type": "granite", "architectures": ["GraniteForCausalLM"]}
+    config |= {"attention_multiplier": 0.1, "residual_multiplier": 0.3, "logits_scaling": 2.0}
+    (base / "config.json").write_text(json.dumps(config))
+    model = Transformer.from_pretrained(base, trainable=False)
+    add_adapters(model, adapters)
+    engine = Engine(model, **OPTIONS)
+    for name, folder in adapters.items():
+        alone = Engine(Transformer.from_pretrained(folder, trainable=False), **OPTIONS)
+        (want,) = alone.generate(PROMPTS[:1], 9, logprobs=0)
+        (found,) = engine.generate(PROMPTS[:1], 9, logprobs=0, adapter=name)
+        values = [[value for value, _ in x.logprobs] for x in (found, want)]
+        np.testing.assert_allclose(*values, atol=2e-5)
+
+
+def test_a_thread_has_the_rows_of_its_own_pass(tmp_path):
+    """Another engine's, or those of the model alone, may be computed at the same time."""
+    base, adapters = folders(tmp_path)
+    model = Transformer.from_pretrained(base, trainable=False)
+    ids = np.array([PROMPTS[3]], np.int32)
+    wanted = model(ids).data
+    add_adapters(model, adapters)
+    runner = Engine(model, **OPTIONS).runner
+    with ThreadPoolExecutor(1) as other, runner.mode():
+        runner.use_adapters(np.zeros(ids.size, np.int32))
+        found = other.submit(lambda: model(ids).data).result()
+        assert not np.allclose(model(ids).data, wanted)
+    np.testing.assert_array_equal(found, wanted)
+    assert copy.deepcopy(model).adapters.names == ["a", "b"]
+
+
     base, adapters = folders(tmp_path)
     model = Transformer.from_pretrained(base, trainable=False)
     add_adapters(model, adapters)

@@ -7,6 +7,7 @@ rows use (kernels/decoding/adapter_columns.py). A sequence shares no blocks of t
 those of another adapter (Request.own_tokens).
 """
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,25 @@ Matrices = dict[str, tuple[np.ndarray, np.ndarray]]  # {name of w: (a, factor b)
 
 
 class Adapters:
-    """The adapters of a model.
-
-    names: in the order of their numbers. rows: int32, the number of each row's adapter in the pass
-    that follows; -1: none.
-    """
+    """The adapters of a model.   names: in the order of their numbers"""
 
     def __init__(self, names: list[str]):
         self.names = names
-        self.rows: Array | None = None
+        self._rows_of: dict[int, Array] = {}  # by thread: several engines may have the model
+
+    @property
+    def rows(self) -> Array | None:
+        """Return the number of each row's adapter in the pass that follows in this thread, int32, -1
+        for none. None: the pass is that of the model alone."""
+        return self._rows_of.get(threading.get_ident())
+
+    @rows.setter
+    def rows(self, rows: Array | None) -> None:
+        thread = threading.get_ident()
+        if rows is None:
+            self._rows_of.pop(thread, None)
+        else:
+            self._rows_of[thread] = rows
 
 
 class SwitchedLinear(Linear):
@@ -55,11 +66,12 @@ class SwitchedLinear(Linear):
         w = self.linear.weight
         x_NI = matching(x_NI, w)
         y_NO = F.linear(x_NI, w, None, self.linear.bias)
-        if self.adapters.rows is None or self.a is None or self.owners is None:
+        rows = self.adapters.rows
+        if rows is None or self.a is None or self.owners is None:
             return y_NO
         N = len(x_NI.data)
         u_NA = gemm.linear_into(empty(x_NI.data, (N, len(self.a))), x_NI.data, self.a)
-        keep_own_columns(u_NA, self.adapters.rows[:N], self.owners)
+        keep_own_columns(u_NA, rows[:N], self.owners)
         for columns, ranks, b in self.parts:
             gemm.linear_into(y_NO.data[:, columns], u_NA[:, ranks], b, accumulate=True)
         return y_NO
