@@ -222,15 +222,18 @@ _jobs: list = []  # in a worker process
 
 
 def _start_worker(jobs, capability, parent):
-    """Prepare a forked process, in which CUDA does not work.
-
-    Compiling needs it only to ask for the compute capability.
-    """
+    """Prepare a forked process, in which CUDA does not work."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     gc.disable()  # nothing of CuPy may be freed here
     _jobs[:] = jobs
+    compile_for(capability)
+
+
+def compile_for(capability):
+    """Compile in this process for a compute capability, (9, 0), without CUDA, which would only be
+    asked for it."""
     if COMPILER == "mlir":
         tools._cached_cc = capability
         return
