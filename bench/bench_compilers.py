@@ -107,7 +107,7 @@ def measure(compiler: str, card: str, only: str, folder: Path) -> None:
     from xtrain.kernels.runtime import compile as kernel_compiler
 
     capability = tuple(map(int, card.split(".")))
-    kernel_compiler._start_worker([], capability)  # no GPU is asked for its compute capability
+    kernel_compiler.compile_for(capability)
     folder.mkdir(parents=True, exist_ok=True)
     seen: set = set()
     for group, kernels in every_signature(capability).items():

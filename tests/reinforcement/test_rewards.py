@@ -1,6 +1,7 @@
 """Reward functions that hang, raise, exit or give no reward: what is said, and what a run has left."""
 
 import contextlib
+import linecache
 import math
 import os
 import re
@@ -37,6 +38,7 @@ def hang(*_):
 
 HANGS = {
     "sleep": hang,
+    "map": lambda record, texts: map(hang, texts),
     "regular expression": lambda record, texts: re.match(r"(a+)+$", "a" * 60 + "b"),
 }
 
@@ -71,6 +73,30 @@ def test_another_timer_continues_afterwards():
 
 
 @needs_signals
+def test_a_tick_at_the_end_of_a_call_leaves_no_timer():
+    before = signal.getsignal(signal.SIGALRM)
+
+    def overdue_at_the_end(frame, event, _):
+        if frame.f_code is time_limit.__wrapped__.__code__ and event == "line":
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            if "inside = False" in line and not ticks:
+                ticks.append(frame)
+                signal.getsignal(signal.SIGALRM)(signal.SIGALRM, frame)
+        return overdue_at_the_end
+
+    ticks = []
+    tracer = sys.gettrace()
+    sys.settrace(overdue_at_the_end)
+    try:
+        with pytest.raises(Interrupted), time_limit(0, lambda: bool(ticks)):
+            pass
+    finally:
+        sys.settrace(tracer)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+@needs_signals
 def test_a_call_does_not_delay_the_end_of_the_run(task):
     task.reward = hang
     with pytest.raises(Interrupted):
@@ -85,9 +111,17 @@ def test_what_a_call_may_return(task):
     task.reward = lambda *_: sys.exit(3)
     with pytest.raises(RewardError, match=r"called sys.exit\(3\) for x.jsonl line 3: fix the func"):
         call()
-    task.reward = lambda *_: [None, math.nan]
-    with pytest.raises(RewardError, match="returned the reward nan"):
-        call()
+    for rewards, words in (
+        ([None, math.nan], "returned the reward nan"),
+        ([1, 10**400], r"returned \[1, 1000"),
+        (map(lambda x: x, [1.0, math.inf]), "returned the reward inf"),
+        (map(lambda x: 1 / x, [1, 0]), "raised ZeroDivisionError"),
+    ):
+        task.reward = lambda *_, rewards=rewards: rewards
+        with pytest.raises(RewardError, match=words):
+            call()
+    task.reward = lambda *_: map(float, [1, 2])
+    assert call() == [1.0, 2.0]
 
 
 # ----------------------------------------------------------------------------- runs

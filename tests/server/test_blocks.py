@@ -91,7 +91,7 @@ def test_a_document_follows_reasoning_that_has_begun(tmp_path, special):
 
 # ----------------------------------------------------------------------------- shapes
 def answer(kind, asked, text, finish="stop", marks=BEGUN, seed=0, stop=()):
-    """-> (whole answer, events) of a text that the model has written, and the tokens of a stop string"""
+    """-> (whole answer, events) of a text, or its pieces, that the model has written, and the tokens of a stop string"""
     reading = Reading(marks, ToolUse("hermes"))
 
     def form():
@@ -101,8 +101,12 @@ def answer(kind, asked, text, finish="stop", marks=BEGUN, seed=0, stop=()):
         new.n_prompt = 5
         return new
 
-    pieces = [Piece(0, x, TOKENIZER.encode(x)) for x in pieces_of(text, random.Random(seed))]
-    pieces.append(Piece(0, "", TOKENIZER.encode("".join(stop)), [], finish))
+    parts = text
+    if isinstance(text, str):
+        parts = [*pieces_of(text, random.Random(seed)), ""]
+    pieces = [Piece(0, x, TOKENIZER.encode(x)) for x in parts]
+    pieces[-1].tokens += TOKENIZER.encode("".join(stop))
+    pieces[-1].reason = finish
     one = form()
     events = [*one.begin(1), *[e for piece in pieces for e in one.next(piece)], *one.end()]
     return form().whole(pieces, 1), events
@@ -160,6 +164,26 @@ def test_messages():
         assert [e["index"] for e in events if e["type"] == "content_block_stop"] == [0, 1, 2, 3]
         assert [e["type"] for e in events[-2:]] == ["message_delta", "message_stop"]
         assert events[-2]["usage"] == whole["usage"]
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": '
+
+
+def test_the_end_of_a_call_and_a_text_in_one_piece():
+    """The engine's news of several steps are one piece."""
+    parts = ["x</think>" + CALL, '"b"}}\n</tool_call>\nDone']
+    for kind, asked in ((Responses, ASKED), (Messages, ASKED_MESSAGES)):
+        whole, events = answer(kind, asked, parts)
+        call, text = whole["output" if kind is Responses else "content"][-2:]
+        assert call.get("input") or json.loads(call["arguments"]) == {"a": "b"}
+        assert text.get("text") or text["content"][0]["text"] == "\nDone"
+        deltas = [e["delta"] for e in events if e["type"].endswith("delta") and "index" in str(e)]
+        assert str(deltas[-2:]).count("Done") == 1 and "Done" in str(deltas[-1])
+
+
+def test_a_call_that_is_deeper_than_python_reads():
+    whole, _ = answer(Messages, ASKED_MESSAGES, ["x</think>" + CALL + "[" * 5000], "length")
+    assert (whole["content"][-1]["input"], whole["stop_reason"]) == ({}, "max_tokens")
 
 
 @pytest.mark.parametrize("text, finish, stop, reason", [

@@ -1,24 +1,30 @@
 """Several adapters in one batch: each answer is that of a model with the adapter merged; no keys and values are shared."""
 
+import copy
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from twins import random_model, small
 
 from xtrain import Engine, UserError
 from xtrain.data.tokenizer import Tokenizer
-from xtrain.formats.adapters import write_adapters
+from xtrain.formats.adapters import ADAPTER_WEIGHTS, PREFIX, read_adapters, write_adapters
+from xtrain.formats.tensor_file import write_safetensors
 from xtrain.nn.model import Transformer
 from xtrain.nn.tensor import Tensor
-from xtrain.serving.adapters import add_adapters
+from xtrain.serving.adapters import SwitchedLinear, add_adapters
 
 TARGETS = {"a": ("q_proj", "v_proj", "down_proj"), "b": ("o_proj", "gate_proj", "k_proj")}
 OPTIONS = dict(max_batch=4, max_seq_len=256)
 
 
-def folders(tmp_path, dim=32):
+def folders(tmp_path, **changes):
     """Folders of a model and of two adapters with different ranks and targets."""
     tokenizer = Tokenizer.train(["def f(x):\n    return x + größe\n" * 50], 290)
-    config = small(vocab_size=tokenizer.vocab_size, max_seq_len=256, head_dim=16)
+    config = small(vocab_size=tokenizer.vocab_size, max_seq_len=256, head_dim=16, **changes)
     random_model(config, device="cpu").save_pretrained(tmp_path / "base", tokenizer)
     model = Transformer.from_pretrained(tmp_path / "base")
     shapes = {name: x.shape for name, x in model.named_parameters()}
@@ -83,6 +89,40 @@ def test_passes_after_an_engine_are_those_of_the_model(tmp_path):
     np.testing.assert_array_equal(model(ids).data, wanted)
 
 
+def test_adapters_of_weights_that_are_multiplied_when_they_are_read(tmp_path):
+    """Granite's."""
+    base, adapters = folders(tmp_path, qk_norm=False)
+    config = json.loads((base / "config.json").read_text())
+    config |= {"model_type": "granite", "architectures": ["GraniteForCausalLM"]}
+    config |= {"attention_multiplier": 0.1, "residual_multiplier": 0.3, "logits_scaling": 2.0}
+    (base / "config.json").write_text(json.dumps(config))
+    model = Transformer.from_pretrained(base, trainable=False)
+    add_adapters(model, adapters)
+    engine = Engine(model, **OPTIONS)
+    for name, folder in adapters.items():
+        alone = Engine(Transformer.from_pretrained(folder, trainable=False), **OPTIONS)
+        (want,) = alone.generate(PROMPTS[:1], 9, logprobs=0)
+        (found,) = engine.generate(PROMPTS[:1], 9, logprobs=0, adapter=name)
+        values = [[value for value, _ in x.logprobs] for x in (found, want)]
+        np.testing.assert_allclose(*values, atol=2e-5)
+
+
+def test_a_thread_has_the_rows_of_its_own_pass(tmp_path):
+    """Another engine's, or those of the model alone, may be computed at the same time."""
+    base, adapters = folders(tmp_path)
+    model = Transformer.from_pretrained(base, trainable=False)
+    ids = np.array([PROMPTS[3]], np.int32)
+    wanted = model(ids).data
+    add_adapters(model, adapters)
+    runner = Engine(model, **OPTIONS).runner
+    with ThreadPoolExecutor(1) as other, runner.mode():
+        runner.use_adapters(np.zeros(ids.size, np.int32))
+        found = other.submit(lambda: model(ids).data).result()
+        assert not np.allclose(model(ids).data, wanted)
+    np.testing.assert_array_equal(found, wanted)
+    assert copy.deepcopy(model).adapters.names == ["a", "b"]
+
+
 def test_drafts_are_verified_with_the_adapter(tmp_path):
     base, adapters = folders(tmp_path)
     model = Transformer.from_pretrained(base, trainable=False)
@@ -97,6 +137,14 @@ def test_drafts_are_verified_with_the_adapter(tmp_path):
 def test_what_does_not_fit_is_refused(tmp_path):
     base, adapters = folders(tmp_path)
     model = Transformer.from_pretrained(base, trainable=False)
+    odd = tmp_path / "odd"
+    shutil.copytree(adapters["a"], odd)
+    lost = "model.layers.0.self_attn.q_proj.lora_B.weight"
+    rest = {PREFIX + name: x for name, x in read_adapters(odd).items() if name != lost}
+    tensors = {name: Tensor(x.read_finite()) for name, x in rest.items()}
+    write_safetensors(odd / ADAPTER_WEIGHTS, tensors)
+    with pytest.raises(UserError, match=r"adapters model\.layers\.0\.self_attn\.q_proj\.lora_A"):
+        add_adapters(model, {"x": odd})
     with pytest.raises(UserError, match="holds no adapters of PEFT"):
         add_adapters(model, {"x": base})
     other = random_model(small(vocab_size=307, hidden_dim=48, head_dim=16), device="cpu")
@@ -105,6 +153,13 @@ def test_what_does_not_fit_is_refused(tmp_path):
     shallow = random_model(small(vocab_size=307, n_layers=1, head_dim=16), device="cpu")
     with pytest.raises(UserError, match=r"no matrices for the adapters model\.layers\.1"):
         add_adapters(shallow, adapters)
+    for unchanged in (other, shallow):
+        layers = unchanged.model.layers
+        kinds = [type(x) for layer in layers for _, m in layer.modules() for x in vars(m).values()]
+        assert unchanged.adapters is None and SwitchedLinear not in kinds
+    add_adapters(model, {"a": adapters["a"]})
+    with pytest.raises(UserError, match="the model has the adapters a already: add all at once"):
+        add_adapters(model, {"b": adapters["b"]})
     with pytest.raises(UserError, match="there is no adapter 'x'"):
         Engine(model, **OPTIONS).generate([[5]], adapter="x")
 

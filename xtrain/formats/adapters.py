@@ -138,11 +138,16 @@ def merged(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
         updated[target] = replace(w, update=LowRank(a, b, factor))
         unused -= {name, other}
     if unused:
-        raise UserError(
-            f"{folder}: the model has no matrices for the adapters {listed(sorted(unused))}: if it "
-            "is the right one, merge them with peft"
-        )
+        raise without_matrices(folder, unused)
     return updated
+
+
+def without_matrices(folder: Path, unused: set[str]) -> UserError:
+    """Return the refusal of tensors in `folder` that are adapters of none of the model's matrices."""
+    return UserError(
+        f"{folder}: the model has no matrices for the adapters {listed(sorted(unused))}: if it "
+        "is the right one, merge them with peft"
+    )
 
 
 def check_writable(folder: Path) -> None:

@@ -206,8 +206,11 @@ def tensors_for(model: Any, folder: Path) -> dict[str, Stored]:
 
 def _fill(model: Any, stored: dict[str, Stored]) -> None:
     """Copy the stored tensors into the model's parameters."""
+    model.scales = {}
     for name, tensor in model.named_parameters():
         tensor.data = to_device(stored[name].read_finite(tensor.dtype), model.device)
+        if stored[name].scale != 1:
+            model.scales[name] = stored[name].scale
 
 
 def read_config(folder: Path) -> ModelConfig:

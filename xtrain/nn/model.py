@@ -129,6 +129,7 @@ class Transformer(Module):
         self.seed = seed or 0
         self.special_tokens: dict[str, Any] = {}
         self.generation: dict[str, Any] | None = None
+        self.scales: dict[str, float] = {}  # of parameters that were multiplied when they were read
 
     def _check_precision(self, trainable) -> None:
         half = self.precision in ("bf16", "fp8")

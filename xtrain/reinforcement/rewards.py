@@ -63,6 +63,8 @@ class Task:
         try:
             with time_limit(seconds, overdue):
                 found = self.function(dict(prompt.fields), list(completions))
+                if isinstance(found, Iterator):  # a generator or a map: it computes when it is read
+                    found = list(found)
         except TooLong:
             what = f"took more than {seconds:g} s (--reward-timeout)"
             raise RewardError(say.format(what)) from None
@@ -72,7 +74,7 @@ class Task:
             raise RewardError(say.format(f"raised {described(error)}")) from error
         try:
             rewards = [math.nan if x is None else float(x) for x in found]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             what = f"returned {one_line(repr(found))}, not a list of numbers,"
             raise RewardError(say.format(what)) from None
         if len(rewards) != len(completions):
@@ -103,8 +105,11 @@ def time_limit(seconds: float, overdue: Callable[[], bool]) -> Iterator[None]:
     handler = signal.signal(signal.SIGALRM, tick)
     before, interval = signal.setitimer(signal.ITIMER_REAL, TICK, TICK)
     try:
-        yield
-    finally:
+        try:
+            yield
+        finally:
+            inside = False
+    finally:  # also if a tick has come before that statement; the next one is TICK later
         inside = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)

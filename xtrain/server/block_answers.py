@@ -100,6 +100,9 @@ class BlockForm(ParsedChat):
 
     def _parts(self, delta: dict[str, Any]) -> Iterator[tuple[Block | None, str]]:
         """Return the texts of a delta, each with the block that it begins or None."""
+        calls = delta.get("tool_calls", [])
+        while calls and "id" not in calls[0]:  # what follows in the call before, and ends it
+            yield None, calls.pop(0)["function"]["arguments"]
         parts = [("reasoning", delta.get("reasoning_content", ""))]
         parts.append(("text", delta.get("content", "")))
         for kind, text in parts:
@@ -109,7 +112,7 @@ class BlockForm(ParsedChat):
                 self.blanks += text
             elif text:
                 yield self._new(kind), self._with_blanks(text)
-        for call in delta.get("tool_calls", []):
+        for call in calls:
             block = None
             if "id" in call:
                 block = self._new("call", call["id"], call["function"]["name"])
@@ -322,7 +325,7 @@ class Messages(BlockForm):
             return {"type": "thinking", "thinking": block.text, "signature": ""}
         try:
             arguments = json.loads(block.text or "{}")
-        except ValueError:  # cut off
+        except (ValueError, RecursionError):  # cut off; or deeper than Python reads
             arguments = {}
         return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
 

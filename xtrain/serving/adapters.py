@@ -7,6 +7,7 @@ rows use (kernels/decoding/adapter_columns.py). A sequence shares no blocks of t
 those of another adapter (Request.own_tokens).
 """
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from ..device import Array, to_device
 from ..errors import UserError
-from ..formats.adapters import is_adapter, read_adapters, read_rank
+from ..formats.adapters import is_adapter, read_adapters, read_rank, without_matrices
 from ..json_files import listed
 from ..kernels import gemm
 from ..kernels.decoding.adapter_columns import keep_own_columns
@@ -30,15 +31,25 @@ Matrices = dict[str, tuple[np.ndarray, np.ndarray]]  # {name of w: (a, factor b)
 
 
 class Adapters:
-    """The adapters of a model.
-
-    names: in the order of their numbers. rows: int32, the number of each row's adapter in the pass
-    that follows; -1: none.
-    """
+    """The adapters of a model.   names: in the order of their numbers"""
 
     def __init__(self, names: list[str]):
         self.names = names
-        self.rows: Array | None = None
+        self._rows_of: dict[int, Array] = {}  # by thread: several engines may have the model
+
+    @property
+    def rows(self) -> Array | None:
+        """Return the number of each row's adapter in the pass that follows in this thread, int32, -1
+        for none. None: the pass is that of the model alone."""
+        return self._rows_of.get(threading.get_ident())
+
+    @rows.setter
+    def rows(self, rows: Array | None) -> None:
+        thread = threading.get_ident()
+        if rows is None:
+            self._rows_of.pop(thread, None)
+        else:
+            self._rows_of[thread] = rows
 
 
 class SwitchedLinear(Linear):
@@ -55,11 +66,12 @@ class SwitchedLinear(Linear):
         w = self.linear.weight
         x_NI = matching(x_NI, w)
         y_NO = F.linear(x_NI, w, None, self.linear.bias)
-        if self.adapters.rows is None or self.a is None or self.owners is None:
+        rows = self.adapters.rows
+        if rows is None or self.a is None or self.owners is None:
             return y_NO
         N = len(x_NI.data)
         u_NA = gemm.linear_into(empty(x_NI.data, (N, len(self.a))), x_NI.data, self.a)
-        keep_own_columns(u_NA, self.adapters.rows[:N], self.owners)
+        keep_own_columns(u_NA, rows[:N], self.owners)
         for columns, ranks, b in self.parts:
             gemm.linear_into(y_NO.data[:, columns], u_NA[:, ranks], b, accumulate=True)
         return y_NO
@@ -94,14 +106,20 @@ def add_adapters(model: Transformer, folders: Mapping[str, Path]) -> Adapters:
     """Add adapters to a model that is served: the folders of PEFT's adapters by their names.
 
     The model is changed in place, and without a row that uses them computes what it did. Raises
-    UserError if a folder holds no adapters, or those of another model.
+    UserError, and changes nothing, if the model has adapters, or a folder holds none or those of
+    another model.
     """
+    if model.adapters is not None:
+        raise UserError(
+            f"the model has the adapters {listed(model.adapters.names)} already: add all at once"
+        )
     adapters = Adapters(list(folders))
-    given = [_matrices(folder) for folder in folders.values()]
+    given = [_matrices(folder, model.scales) for folder in folders.values()]
     unused = [set(matrices) for matrices in given]
+    switches: list[tuple[Any, str, SwitchedLinear]] = []
     for i, layer in enumerate(model.model.layers):
-        for path, module in list(layer.modules()):
-            for name, linear in list(vars(module).items()):
+        for path, module in layer.modules():
+            for name, linear in vars(module).items():
                 if type(linear) is not Linear:
                     continue
                 switched = SwitchedLinear(linear, adapters)
@@ -116,14 +134,13 @@ def add_adapters(model: Transformer, folders: Mapping[str, Path]) -> Adapters:
                             matrices[number][part] = _checked(folder, full, one[full], shape)
                             unused[number].discard(full)
                 switched.pack(matrices, model.device, model.branch_dtype or np.float32)
-                setattr(module, name, switched)
-    model.adapters = adapters
+                switches.append((module, name, switched))
     for folder, rest in zip(folders.values(), unused):
         if rest:
-            raise UserError(
-                f"{folder}: the model has no matrices for the adapters {listed(sorted(rest))}: if "
-                "it is the right one, merge them with peft"
-            )
+            raise without_matrices(folder, rest)
+    for module, name, switched in switches:
+        setattr(module, name, switched)
+    model.adapters = adapters
     return adapters
 
 
@@ -135,18 +152,23 @@ def number_of(model: Transformer, name: str) -> int:
     return names.index(name)
 
 
-def _matrices(folder: Path) -> Matrices:
-    """Return those of a folder with adapters, by the names of w."""
+def _matrices(folder: Path, scales: Mapping[str, float]) -> Matrices:
+    """Return those of a folder with adapters, by the names of w. scales: Transformer.scales"""
     if not is_adapter(folder):
         raise UserError(f"{folder} holds no adapters of PEFT: give their folder")
     _, factor = read_rank(folder)
     stored = read_adapters(folder)
     found = {}
+    unused = set(stored)
     for name in stored:
         other = name.replace(".lora_A.", ".lora_B.")
         if other != name and other in stored:
-            b = np.float32(factor) * stored[other].read_finite()
-            found[name.replace(".lora_A.", ".")] = (stored[name].read_finite(), b)
+            w = name.replace(".lora_A.", ".")
+            b = np.float32(factor * scales.get(w, 1.0)) * stored[other].read_finite()
+            found[w] = (stored[name].read_finite(), b)
+            unused -= {name, other}
+    if unused:
+        raise without_matrices(folder, unused)
     return found
 
 

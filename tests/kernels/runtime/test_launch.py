@@ -1,11 +1,16 @@
 """Launches: the choice of the implementation, checks, scalars, strides, shared memory, the cache, very large arrays."""
 
+import contextlib
 import ctypes
 import itertools
+import multiprocessing
 import os
+import select
 import shutil
+import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -345,6 +350,31 @@ def test_threads_compile_a_kernel_once(monkeypatch, compiling, tmp_path):
     assert compiling == ["k"] and not _compile._running
 
 
+def test_ctrl_c_is_for_one_thread(monkeypatch, compiling, tmp_path):
+    """One that waits for the interrupted one compiles the kernel itself."""
+    monkeypatch.setattr(_compile, "_cache_path", lambda kernel, signature: tmp_path / "k.cubin")
+    compile_, main = _compile._compile, threading.get_ident()
+    waits = lambda: thread.submit(_compile.machine_code, ("k", ()))
+
+    def interrupted(kernel, signature):
+        if threading.get_ident() == main:
+            found.append(waits())
+            while not _compile._running["k", ()]._condition._waiters:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+        return compile_(kernel, signature)
+
+    found = []
+    monkeypatch.setattr(_compile, "_compile", interrupted)
+    with (
+        ThreadPoolExecutor(1) as thread,
+        pytest.warns(UserWarning, match=r"KeyboardInterrupt\(\) in another"),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            _compile.machine_code(("k", ()))
+        assert found[0].result() == ("name", b"code") and compiling == ["k"]
+
+
 @pytest.mark.parametrize("how", ["it raises", "it dies"])
 def test_a_compiler_process_that_fails(monkeypatch, compilers, how):
     """This process then compiles, and says so; a kernel's own error is raised here."""
@@ -360,6 +390,69 @@ def test_a_compiler_process_that_fails(monkeypatch, compilers, how):
         code, compiled = _compile.compile_together(compilers)
     assert compiled == 3
     assert {name.split()[1] for name, _ in code.values()} == {str(here)}
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+
+
+def test_a_process_that_may_not_have_children(monkeypatch, compilers):
+    """A worker of multiprocessing.Pool compiles here."""
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    code, compiled = _compile.compile_together(compilers)
+    assert compiled == 3 and {name.split()[1] for name, _ in code.values()} == {str(os.getpid())}
+
+
+@needs_fork
+def test_no_compiler_stays_if_a_fork_fails(monkeypatch, compilers):
+    """The first one would wait for jobs, and the exit of this process for it."""
+    fork, pids = os.fork, []
+
+    def fails():
+        if pids:
+            raise OSError("no memory")
+        pids.append(fork())
+        return pids[-1]
+
+    monkeypatch.setattr(os, "fork", fails)
+    _, compiled = _compile.compile_together(compilers)
+    assert compiled == 3
+    ended = []
+    for process in [p for p in multiprocessing.active_children() if p.pid in pids]:
+        process.join(10)
+        ended.append(process.exitcode is not None)
+        process.kill()
+    assert pids and all(ended)
+
+
+@needs_fork
+def test_no_compiler_stays_if_its_process_is_killed(monkeypatch, compilers):
+    """Neither one that compiles nor one that waits for jobs."""
+    read, write = os.pipe()
+
+    def translate(kernel, signature):
+        os.write(write, b"x")
+        time.sleep(60 * signature[0])
+        return "k", b""
+
+    monkeypatch.setattr(_compile, "_translate", translate)
+    pid = os.fork()
+    if not pid:
+        try:
+            os.setsid()
+            _compile.start_compiling(compilers)
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    os.close(write)
+    for _ in compilers:  # all have begun
+        os.read(read, 1)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    ended, _, _ = select.select([read], [], [], 10)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    assert ended and not os.read(read, 1)  # no process has the other end
+    os.close(read)
 
 
 def test_noted_launches_do_not_run(monkeypatch):

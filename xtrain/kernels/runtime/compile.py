@@ -27,10 +27,12 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -49,6 +51,7 @@ else:
 
 KERNELS_FOLDER = Path(__file__).parents[1]
 PACKAGE = __package__.removesuffix(".runtime")  # xtrain.kernels
+PARENT_SECONDS = 0.5  # between two looks whether the process that forked a compiler still runs
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -161,8 +164,11 @@ def machine_code(job: tuple) -> MachineCode:
         try:
             here.set_result(_compile(*job))
         except BaseException as error:
-            here.set_exception(error)
-        _finish(job, path, here)
+            if not here.done():  # others must not get Ctrl-C, which is for this thread
+                here.set_exception(RuntimeError(f"{error!r} in another thread"))
+            raise
+        finally:
+            _finish(job, path, here)
         return here.result()
     try:
         return running.result()
@@ -188,19 +194,25 @@ def _compile_in_processes(jobs: Sequence[tuple]) -> dict[tuple, concurrent.futur
     of every lock. No other thread may hold Numba's at that moment: the fork would wait for it
     forever.
     """
-    if cores() <= 1 or "fork" not in multiprocessing.get_all_start_methods():
+    daemon = multiprocessing.current_process().daemon  # such as a Pool's: may have no children
+    if cores() <= 1 or daemon or "fork" not in multiprocessing.get_all_start_methods():
         return {}
     capability = cupy().cuda.Device().compute_capability  # "90"
     capability = int(capability[:-1]), int(capability[-1])
     fork = multiprocessing.get_context("fork")
     workers = concurrent.futures.ProcessPoolExecutor(
-        min(cores(), len(jobs)), fork, _start_worker, (jobs, capability)
+        min(cores(), len(jobs)), fork, _start_worker, (jobs, capability, os.getpid())
     )
+    started: Any = workers._processes
     with warnings.catch_warnings(), dispatcher.global_compiler_lock:
         warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
         try:  # the processes are forked in the first call of `submit`
             return {job: workers.submit(_compile_number, i) for i, job in enumerate(jobs)}
-        except (OSError, concurrent.futures.BrokenExecutor):
+        except BaseException as error:
+            for process in started.values():  # else they would wait for jobs, and the exit for them
+                process.kill()
+            if not isinstance(error, (OSError, concurrent.futures.BrokenExecutor)):
+                raise
             return {}  # machine_code compiles
         finally:
             workers.shutdown(wait=False)  # they end when all is compiled
@@ -209,14 +221,19 @@ def _compile_in_processes(jobs: Sequence[tuple]) -> dict[tuple, concurrent.futur
 _jobs: list = []  # in a worker process
 
 
-def _start_worker(jobs, capability):
-    """Prepare a forked process, in which CUDA does not work.
-
-    Compiling needs it only to ask for the compute capability.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _start_worker(jobs, capability, parent):
+    """Prepare a forked process, in which CUDA does not work."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     gc.disable()  # nothing of CuPy may be freed here
     _jobs[:] = jobs
+    compile_for(capability)
+
+
+def compile_for(capability):
+    """Compile in this process for a compute capability, (9, 0), without CUDA, which would only be
+    asked for it."""
     if COMPILER == "mlir":
         tools._cached_cc = capability
         return
@@ -224,6 +241,14 @@ def _start_worker(jobs, capability):
     context = SimpleNamespace(device=device)
     devices.get_context = api.current_context = lambda *_: context
     dispatcher._Kernel.bind = lambda kernel: None  # would load the machine code
+
+
+def _end_with(parent):
+    """End this process when the one that has started it is gone, however that ended: it would wait
+    for jobs forever, with the files of that process open, the GPU's among them."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    os._exit(1)
 
 
 def _compile_number(i):
