@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -407,6 +408,29 @@ def test_the_http_process_starts_before_the_model_is_loaded(monkeypatch):
     with pytest.raises(UserError, match="loaded"):
         listen.serve(listen.Options(model="none", port=free_port()))
     assert http.return_value.__exit__.called
+
+
+def start_slowly(ready):
+    """As the HTTP process until it listens."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ready.set()
+    time.sleep(10)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_ctrl_c_ends_an_http_process_that_does_not_listen_yet(monkeypatch):
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+    process = fork.Process(target=start_slowly, args=(ready,), daemon=True)
+    process.start()
+    assert ready.wait(10)
+    loop = SimpleNamespace(run=lambda: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(listen, "EngineLoop", lambda *_: loop)
+    engine = SimpleNamespace(config=None, max_seq_len=1, max_batch=1)
+    http = SimpleNamespace(process=process, connection=None, send=lambda message: None)
+    with pytest.raises(KeyboardInterrupt):
+        listen.serve_engine(engine, mock.MagicMock(), http)
+    assert process.exitcode == -signal.SIGTERM
 
 
 def test_a_missing_package_is_named(monkeypatch):

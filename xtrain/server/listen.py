@@ -243,9 +243,11 @@ def serve_engine(engine: Engine, texts: Texts, http: HttpProcess, **options: Any
     signals: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
+        # First SIGTERM, which does the same: until it listens, the process ignores Ctrl-C.
+        sent = number if signals else signal.SIGTERM
         signals.append(number)
         if process.is_alive():
-            os.kill(process.pid or 0, number)
+            os.kill(process.pid or 0, sent)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
