@@ -157,7 +157,10 @@ def test_what_does_not_fit_is_refused(tmp_path):
         layers = unchanged.model.layers
         kinds = [type(x) for layer in layers for _, m in layer.modules() for x in vars(m).values()]
         assert unchanged.adapters is None and SwitchedLinear not in kinds
+    early = Engine(model, **OPTIONS)
     add_adapters(model, {"a": adapters["a"]})
+    with pytest.raises(UserError, match=r"no adapter 'a': .* before the engine is made"):
+        early.generate([[5]], adapter="a")
     with pytest.raises(UserError, match="the model has the adapters a already: add all at once"):
         add_adapters(model, {"b": adapters["b"]})
     with pytest.raises(UserError, match="there is no adapter 'x'"):

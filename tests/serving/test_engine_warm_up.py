@@ -181,6 +181,7 @@ def in_simulator(model, max_batch=MAX_BATCH, block_tokens=64, n_blocks=84):
     engine = make(model, "sim", max_batch=max_batch, block_tokens=block_tokens)
     if model == "adapters":  # now: the engine would let the simulator run two passes with them
         add_zeros(engine.model)
+        engine.adapters = engine.model.adapters
     scheduler = engine.make_scheduler
     limits, version = scheduler.args
     limits = dataclasses.replace(limits, n_blocks=n_blocks)

@@ -489,8 +489,8 @@ def create_app(
     grammars = Grammars.of(texts)
     if isinstance(engine, Engine):
         client: EngineClient = EngineThread(engine, grammars)
-        if engine.model.adapters is not None:
-            adapters = engine.model.adapters.names
+        if engine.adapters is not None:
+            adapters = engine.adapters.names
         defaults = defaults or GenerationDefaults.of(engine.model.generation)
     else:
         client = engine

@@ -144,11 +144,14 @@ def add_adapters(model: Transformer, folders: Mapping[str, Path]) -> Adapters:
     return adapters
 
 
-def number_of(model: Transformer, name: str) -> int:
-    """Return the number of a model's adapter. Raises UserError."""
-    names = [] if model.adapters is None else model.adapters.names
+def number_of(adapters: Adapters | None, name: str) -> int:
+    """Return the number of an engine's adapter. Raises UserError."""
+    names = [] if adapters is None else adapters.names
     if name not in names:
-        raise UserError(f"there is no adapter {name!r}: use one of {names}, or none")
+        raise UserError(
+            f"there is no adapter {name!r}: use one of {names}, or none, or add it to the model "
+            "before the engine is made"
+        )
     return names.index(name)
 
 

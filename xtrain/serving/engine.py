@@ -127,6 +127,7 @@ class Engine:
         self.sizes = options.sizes(model)
         self.model = model
         self.config = model.config
+        self.adapters = model.adapters  # graphs have no others
         self.max_batch = options.max_batch
         self.max_seq_len = self.sizes.max_seq_len
         self.cache, *draft_cache = _make_caches(model, options, self.max_seq_len)
@@ -309,7 +310,7 @@ class Engine:
             n=n,
         )
         if adapter is not None:
-            number = number_of(self.model, adapter)
+            number = number_of(self.adapters, adapter)
             for request in requests:
                 request.adapter = number
         return Stream(self, requests)
