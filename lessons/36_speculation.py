@@ -543,7 +543,7 @@ best_length = lesson.yours(best_length, best_length_solution)
 # ## Measure: when does it not pay?
 #
 # With the step times from the top: one sequence and 7 drafts are 8 rows; 8 sequences with 3 drafts are 32 rows; 32
-# sequences with 3 drafts are 128. (An estimate: the measured rows belong to as many sequences, each with keys of its own.)
+# sequences with 3 drafts are 128. (An estimate: the measured rows belong to as many sequences, each with other keys.)
 
 # %%
 plans = {

@@ -118,7 +118,9 @@ def few_rows_kernel(e):
     fixed = (1, 3, 16), (2, 3, 100), (1, 2, 256), (2, 1, 1100)
     draw = lambda rng: rng.integers((1, 1, 520), (2, 3, 700))
     for N, O, K in e.cases(fixed, draw):
-        x, w, y = e.normal(N, K), e.normal(O, K), e.blank(N, O)
+        x = e.normal(N, K)
+        w = e.normal(O, K)
+        y = e.blank(N, O)
         trace = e.run((O, N), 32, y, x, w, case=f"N = {N}, O = {O}, K = {K}", trace=True)
         x_, w_ = np.asarray(x), np.asarray(w)
         terms = x_[:, None] * w_  # (N, O, K)
@@ -220,7 +222,9 @@ def in_pairs(parts):
 
 def normalised(parts):
     """Outputs that are divided by l in every step."""
-    m, l, o = parts[0][0], parts[0][1], parts[0][2] / parts[0][1]
+    m = parts[0][0]
+    l = parts[0][1]
+    o = parts[0][2] / parts[0][1]
     for m_c, l_c, acc_c in parts[1:]:
         new = max(m, m_c)
         keep, add = l * exp(m - new), l_c * exp(m_c - new)
@@ -232,13 +236,17 @@ def normalised(parts):
 
 def online(q, k, v, length):
     """A walk with a running maximum: no sums of chunks."""
-    m, l, acc = F(-np.inf), F(0.0), np.zeros(D, np.float32)
+    m = F(-np.inf)
+    l = F(0.0)
+    acc = np.zeros(D, np.float32)
     for first in range(0, length, CHUNK):
         keys = slice(first, min(first + CHUNK, length))
         score = [chain(q * key) * F(0.25) for key in k[keys]]
         new = max(m, max(score))
         keep = exp(m - new)
-        l, acc, m = l * keep, acc * keep, new
+        l = l * keep
+        acc = acc * keep
+        m = new
         p = [exp(s - new) for s in score]
         l_c, acc_c = chain(p), np.array([chain(F(a) * b for a, b in zip(p, c)) for c in v[keys].T])
         l, acc = l + l_c, acc + acc_c
@@ -299,13 +307,18 @@ def merge_kernel(e):
     for lengths in e.cases(CASES, lengths_drawn):
         q, k, v, length = batch(e, lengths)
         B, C = len(lengths), k.shape[1] // CHUNK
-        m, l, acc, o = e.blank(B, C), e.blank(B, C), e.blank(B, C, D), e.blank(B, D)
+        m = e.blank(B, C)
+        l = e.blank(B, C)
+        acc = e.blank(B, C, D)
+        o = e.blank(B, D)
         for a in (m, l, acc):
             a.fill(3.0)  # what chunks that do not exist hold
         parts = [parts_of(*map(np.asarray, (q[b], k[b], v[b])), n) for b, n in enumerate(lengths)]
         for b in range(B):
             for c, (m_c, l_c, acc_c) in enumerate(parts[b]):
-                m[b, c], l[b, c], acc[b, c] = m_c, l_c, acc_c
+                m[b, c] = m_c
+                l[b, c] = l_c
+                acc[b, c] = acc_c
         given = [np.array(a) for a in (m, l, acc)]
         e.run(B, D, o, m, l, acc, length, case=f"lengths {tuple(lengths)}")
         each = lambda f, parts=parts: np.array([f(p) for p in parts], np.float32)
@@ -351,7 +364,9 @@ def _swapped(parts):
     for m_c, l_c, acc_c in parts[1:]:
         new = max(m, m_c)
         keep, add = exp(new - m), exp(new - m_c)
-        l, acc, m = l * keep + l_c * add, acc * keep + acc_c * add, new
+        l = l * keep + l_c * add
+        acc = acc * keep + acc_c * add
+        m = new
     return acc / l
 
 
@@ -502,7 +517,11 @@ class Product:
     """x w^T by rows, with the same bits in every call; `change` may alter the result. Counts its calls and rows."""
 
     def __init__(self, e, w, change):
-        self.e, self.w, self.change, self.calls, self.sizes = e, w, change, 0, []
+        self.e = e
+        self.w = w
+        self.change = change
+        self.calls = 0
+        self.sizes = []
 
     def __call__(self, x):
         x = np.asarray(x)

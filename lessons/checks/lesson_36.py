@@ -98,7 +98,11 @@ class Model:
     """
 
     def __init__(self, e, prompt, new, seed, ends):
-        self.e, self.prompt, self.new, self.seed, self.ends = e, list(prompt), new, seed, ends
+        self.e = e
+        self.prompt = list(prompt)
+        self.new = new
+        self.seed = seed
+        self.ends = ends
         self.places = len(prompt) + new - 1
         self.cache: list[int] = []
         self.rows = []

@@ -35,7 +35,9 @@ class Guesses(PromptLookup):
     """Drafts of one of KINDS. answers: of plain decoding, by (prompt, random stream)."""
 
     def __init__(self, kind, answers):
-        self.kind, self.answers, self.random = kind, answers, rng(1)
+        self.kind = kind
+        self.answers = answers
+        self.random = rng(1)
 
     def chances(self, request, n):
         return super().chances(request, n) if self.kind == "lookup" else [1.0] * n

@@ -109,7 +109,9 @@ def first_free_place(out, places, x):
 
 
 def test_a_result_that_depends_on_the_order_is_a_warning_that_can_be_allowed():
-    out, places, x = np.zeros(8), np.zeros(1, np.int32), np.arange(8.0)
+    out = np.zeros(8)
+    places = np.zeros(1, np.int32)
+    x = np.arange(8.0)
     warnings = []
     run(first_free_place, 2, 4, out, places, x, schedules=3, warn=warnings.append)
     assert [w.kind for w in warnings] == ["order_dependent"]

@@ -5,8 +5,6 @@ import json
 import re
 
 import numpy as np
-import pytest
-from chromium import PROGRAM, Browser
 from numba import cuda, float32
 from test_recording import block_sum_kernel, half_wait_kernel, late_kernel, neighbour_kernel, ones
 from test_recording_engines import SLOT, SLOT_0, W_BYTES, early_row_read, ring
@@ -118,15 +116,6 @@ def test_asynchronous_accesses_are_on_the_page_as_ranges():
 def test_a_notebook_gets_a_frame():
     text = record(late_kernel, 1, 32, ones(32), ones(32))._repr_html_()
     assert text.startswith("<iframe srcdoc=") and "<script" not in text
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if PROGRAM is None:
-        pytest.skip("needs Chromium")
-    found = Browser(tmp_path_factory.mktemp("profile"))
-    yield found
-    found.close()
 
 
 def opened(browser, folder, recording, width=1280):

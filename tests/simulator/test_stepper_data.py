@@ -4,8 +4,6 @@ import functools
 import time
 
 import numpy as np
-import pytest
-from chromium import PROGRAM, Browser
 from numba import cuda, float32
 
 from xtrain.simulator import record
@@ -47,15 +45,6 @@ def recorded(n=32):
     return record(
         product, (1, 3), (16, 16), np.zeros((48, 16), np.float32), np.vstack([a] * 3), b, of=(0, 1)
     )
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if PROGRAM is None:
-        pytest.skip("needs Chromium")
-    found = Browser(tmp_path_factory.mktemp("profile"))
-    yield found
-    found.close()
 
 
 def opened(browser, folder, recording, width=1280):

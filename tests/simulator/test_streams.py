@@ -57,7 +57,9 @@ COPIES = [*((read, "no") for read in READS), *(("index", waits) for waits in WAI
 
 @pytest.mark.parametrize(("read", "waits"), COPIES)
 def test_the_host_reads_a_copy(read, waits):
-    stream, h, d = cuda.stream(), pinned(), cuda.to_device(np.ones(8, np.float32))
+    stream = cuda.stream()
+    h = pinned()
+    d = cuda.to_device(np.ones(8, np.float32))
     with stream.auto_synchronize() if waits == "auto" else contextlib.nullcontext():
         d.copy_to_host(h, stream=stream)
     event = cuda.event()
@@ -108,7 +110,9 @@ def test_the_host_may_read_what_the_kernel_does_not_write():
 
 
 def test_arrays_of_the_host_that_are_not_pinned_are_copied_at_once():
-    stream, y, x = cuda.stream(), np.zeros(8, np.float32), np.ones(8, np.float32)
+    stream = cuda.stream()
+    y = np.zeros(8, np.float32)
+    x = np.ones(8, np.float32)
     scale[1, 8, stream](y, x, 2)
     assert (y == 2).all()
     assert (cuda.to_device(x, stream=stream).copy_to_host(stream=stream) == 1).all()
@@ -124,7 +128,9 @@ ORDERS = ["none", "event", "stream", "device", "default", "same stream", "other 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("second", ["kernel", "copy", "write"])
 def test_work_on_two_streams(order, second):
-    first, other, event = cuda.stream(), cuda.stream(), cuda.event()
+    first = cuda.stream()
+    other = cuda.stream()
+    event = cuda.event()
     d, out = cuda.to_device(np.ones(8, np.float32)), cuda.device_array(8, np.float32)
     if order == "default":
         first = 0
@@ -155,7 +161,9 @@ def test_two_streams_may_read_the_same():
 
 
 def test_an_event_that_was_recorded_too_early():
-    first, other, event = cuda.stream(), cuda.stream(), cuda.event()
+    first = cuda.stream()
+    other = cuda.stream()
+    event = cuda.event()
     d = cuda.to_device(np.ones(8, np.float32))
     event.record(first)
     fill[1, 8, first](d, 2)
@@ -165,7 +173,9 @@ def test_an_event_that_was_recorded_too_early():
 
 
 def test_a_callback_knows_what_precedes_it():
-    stream, h, seen = cuda.stream(), pinned(), []
+    stream = cuda.stream()
+    h = pinned()
+    seen = []
     cuda.to_device(np.ones(8, np.float32)).copy_to_host(h, stream=stream)
     stream.add_callback(lambda *_: seen.append(h[0]))
     assert seen == [1]

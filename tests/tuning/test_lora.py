@@ -274,7 +274,9 @@ def test_a_model_is_written_in_the_dtype_of_the_base_or_another(tmp_path, folder
 
     dtype_of = lambda path: read_header(path / "model.safetensors")["model.norm.weight"].dtype.name
     model = Transformer.from_pretrained(folder, "cpu")
-    base, adapters, out = tmp_path / "base", tmp_path / "adapters", tmp_path / "out"
+    base = tmp_path / "base"
+    adapters = tmp_path / "adapters"
+    out = tmp_path / "out"
     assert export(["--model", str(folder), "--folder", str(base), "--dtype", "bfloat16"]) == 0
     assert dtype_of(base) == "bfloat16" and dtype_of(folder) == "float32"
     assert json.loads((base / "config.json").read_text())["torch_dtype"] == "bfloat16"

@@ -400,7 +400,7 @@ def _token_bytes(ids: dict[str, int], vocab_size: int, spec: dict[str, Any]) -> 
 
 class _ByteOfCharacter(dict[int, str]):
     """GPT-2's table, for str.translate: printable Latin-1 is itself, the other bytes are U+0100,
-    U+0101, ...; a byte is the character of its number, what is no byte is NOT_A_BYTE."""
+    U+0101, ...; a byte is the character of its number, every other character is NOT_A_BYTE."""
 
     def __init__(self) -> None:
         own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -3,7 +3,7 @@
 A call is interrupted by a signal (SIGALRM), which also reaches a regular expression that backtracks
 without end, a sleep and a wait for another process; code in C that checks no signals is not
 interrupted. Without that signal (Windows), and elsewhere than on the main thread, there is no
-limit. A function that sets an alarm of its own replaces it.
+limit. A function that sets an alarm replaces it.
 """
 
 import contextlib

@@ -64,7 +64,7 @@ KINDS = {
     "shift": Kind("error", True, "a shift by a negative number of bits, or by 64 or more"),
     "float_to_integer": Kind("error", True, "NaN, infinity or a float out of range converted to an integer"),
     "int16_overflow": Kind("warning", False, "a number of more than 16 bits converted to int16; on in pytest, as an error"),
-    "order_dependent": Kind("warning", False, "a result, or a rounded atomic sum, that depends on the order of threads; on where several orders run"),
+    "order_dependent": Kind("warning", False, "a result or rounded sum that depends on the order of threads; on where several orders run"),
     "integer_overflow": Kind("warning", False, "a signed integer that does not fit the type it is converted to"),
     "bank_conflict": Kind("warning", False, "speed: lanes of a warp access different words of one bank of shared memory"),
     "uncoalesced": Kind("warning", False, "speed: lanes of a warp access many sectors of global memory"),
