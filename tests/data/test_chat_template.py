@@ -13,7 +13,7 @@ SOURCE = """{% for m in messages %}
 {% endfor %}"""
 MESSAGES = [
     {"role": "user", "content": "a"},
-    {"role": "assistant", "content": None, "tool_calls": [{"id": None}], "reasoning_content": None},
+    {"role": "assistant", "content": None, "reasoning_content": None},
     {"role": "assistant", "content": "b", "reasoning": "c"},
     {"role": "assistant", "content": "d", "thinking": "e"},
     {"role": "assistant", "content": "f", "reasoning_content": "g", "thinking": "h"},
@@ -40,3 +40,19 @@ def test_fields_of_messages():
     text = ChatTemplate(SOURCE, {}).render(MESSAGES)
     assert text == theirs.apply_chat_template(MESSAGES, tokenize=False)
     assert "None" not in text and "b, True, c, c" in text
+
+
+def test_calls_in_every_form():
+    """Their arguments may be an object or JSON, for a template that writes either; without "content" it is empty,
+    and `is none`."""
+    source = """{% for m in messages %}{{ m.content + '|' }}{{ m.content is none }}|{{ m.content is not none }}
+{% for c in m.tool_calls %}{{ '|' + c.function.arguments }}|{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"""
+    arguments = '{"a": ["\u00e4"]}'
+    for form in (arguments, {"a": ["\u00e4"]}):
+        call = {"type": "function", "function": {"name": "f", "arguments": form}}
+        for content in ({}, {"content": None}):
+            message = {"role": "assistant", **content, "tool_calls": [call]}
+            text = ChatTemplate(source, {}).render([message])
+            assert text == f"|True|False\n|{arguments}|{arguments}"
+    said = {"role": "assistant", "content": "x", "tool_calls": []}
+    assert ChatTemplate(source, {}).render([said]) == "x|False|True\n"

@@ -40,6 +40,7 @@ TALK = [
     {"role": "user", "content": "add one"}, {"role": "assistant", "content": "x + 1"},
     {"role": "user", "content": "more"}, {"role": "assistant", "content": "x + 2"},
 ]  # fmt: skip
+CALLS = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +99,8 @@ def test_a_conversation_that_begins_with_the_assistant(tmp_path, tokenizer, sour
     (x,) = examples(tmp_path, tokenizer, source, {"messages": TALK[1:]})
     assert tokenizer.decode(x.ids) == ChatTemplate(source, {}).render(TALK[1:], False)
     said = ["x + 1<|im_end|>", "x + 2<|im_end|>"]
-    if source == COLON:  # nothing says where the answer begins
-        said = [" " + said[0], "assistant: " + said[1]]
+    if source == COLON:  # its generation prompt is empty, so the model says its role, too
+        said = ["assistant: " + text for text in said]
     assert trained(x, tokenizer) == "".join(said)
 
 
@@ -116,7 +117,7 @@ def test_a_message_without_weight_is_not_trained(tmp_path, tokenizer, source):
     for template, record, words in (
         (source, nothing, "has no message of the assistant"),
         (source, wrong, "message 2 has the weight 0.5: give 0"),
-        (one_block, {"messages": weighted}, "has 1 generation blocks for 2 messages"),
+        (one_block, {"messages": weighted}, "does not say whose each generation block is"),
     ):
         with pytest.raises(UserError, match=words):
             examples(tmp_path, tokenizer, template, record)
@@ -166,21 +167,23 @@ def test_null_fields_are_none(tmp_path, tokenizer):
 def test_bad_data_is_named(tmp_path, tokenizer):
     user = TALK[0]
     says = lambda role, content: {"messages": [user, {"role": role, "content": content}]}
-    changing = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     refusing = "{{ raise_exception('roles must alternate') }}"
     cases = [
         (CHATML, says("robot", "x"), "message 2 has the role 'robot': choose one of system"),
         (CHATML, says("assistant", " "), '"content" of message 2 .assistant. is empty'),
-        (CHATML, says("assistant", None), "must be a string, not NoneType"),
+        (CHATML, says("assistant", None), 'message 2 has no "content"'),
+        (CHATML, says("assistant", 7), "must be a string, not int"),
         (CHATML, {"messages": [user, {"role": "assistant"}]}, 'message 2 has no "content"'),
         (CHATML, {"messages": [user]}, "has no message of the assistant"),
         (CHATML, {"messages": []}, "must be a list of messages"),
         (CHATML, {"messages": ["x"]}, 'message 1 needs "role"'),
-        (CHATML, {"conversations": []}, 'has neither "messages" nor .*rename "conversations"'),
+        (CHATML, {"conversations": []}, "must be a list of messages"),
+        (CHATML, {"body": "x"}, 'has neither "messages" nor'),
         (None, {"messages": TALK}, "has no chat template"),
         (None, {"prompt": "x"}, 'has no field "completion"'),
         (None, {"text": ""}, '"text" is empty'),
-        (changing, {"messages": TALK}, "changes the text before message 2 when more"),
+        ("{{ messages[0].content }}", {"messages": TALK}, "where message 2 is in the text is unknown"),
+        (CHATML, {"messages": [user, CALLS]}, "leaves out the call of f in message 2"),
         (refusing, {"messages": TALK}, "rejects this conversation: roles must alternate"),
         ("{{ messages[0].content }}{% generation %}{% endgeneration %}", {"messages": TALK}, "renders nothing"),
     ]  # fmt: skip

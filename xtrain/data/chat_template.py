@@ -28,6 +28,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,25 @@ LIMITS = {
     "memory": f"{MEMORY >> 30} GB of memory",
     "text": f"{MAX_TEXT >> 20} million characters",
 }
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The text of a conversation, and whose its parts are.
+
+    spans: [start, end) of the {% generation %} blocks; None: a block is in a macro, so its place is
+        unknown.
+    turns: (message, start, end) of what a loop of the template has written at a message.
+    """
+
+    text: str
+    spans: list[tuple[int, int]] | None
+    turns: list[tuple[int, int, int]]
+
+    def owner(self, place: int) -> int | None:
+        """Return the last message that begins at or before a character; None if none does."""
+        started = [(start, message) for message, start, _ in self.turns if start <= place]
+        return max(started)[1] if started else None
 
 
 class ChatTemplate:
@@ -114,21 +134,21 @@ class ChatTemplate:
         """
         return self._render(messages, add_generation_prompt, tools, values or {})["text"]
 
-    def render_spans(
-        self, messages: list[dict[str, Any]], tools: Any = None
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation, and [start, end) of its {% generation %} blocks.
-
-        Errors are those of render.
-        """
-        reply = self._render(messages, False, tools, {})
-        if reply["spans"] is None:
-            raise UserError(
-                "the model's chat template has a generation block whose place in the text is "
-                "unknown: "
-                "move it out of its macro"
-            )
-        return reply["text"], [(start, end) for start, end in reply["spans"]]
+    def render_turns(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        tools: Any = None,
+        values: Mapping[str, Any] | None = None,
+    ) -> "Rendered":
+        """Return the text of a conversation, and whose its parts are. Arguments and errors are
+        those of render."""
+        reply = self._render(messages, add_generation_prompt, tools, values or {})
+        spans = reply["spans"]
+        if spans is not None:
+            spans = [(start, end) for start, end in spans]
+        turns = [(message, start, end) for message, start, end in reply["turns"]]
+        return Rendered(reply["text"], spans, turns)
 
     def _render(self, messages, add_generation_prompt, tools, values):
         names = {

@@ -12,16 +12,19 @@ Requests and replies are JSON, one per line, on standard input and output. A sou
 messages are rendered by the last one:
 
     {"source": ...}                                     {}
-    {"messages": ..., "add_generation_prompt": ...}     {"text": ..., "spans": [[start, end], ...]}
+    {"messages": ..., "add_generation_prompt": ...}     {"text": ..., "spans": [[start, end], ...],
+                                                         "turns": [[message, start, end], ...]}
     any                                                 {"error": ...}, {"limit": "memory" or "text"}
 
-spans: the characters of the text inside {% generation %} blocks.
+spans: the characters of the text inside {% generation %} blocks.  turns: those that the template
+writes while one of its loops is at a message, whose number comes first.
 
 A template is a program of the model's author, and even a constant such as 10**(10**9) may take
 forever while it is compiled. At the limit of time the kernel ends this process (SIGXCPU). This file
 imports nothing of xtrain, so it starts quickly.
 """
 
+import contextlib
 import datetime
 import json
 import sys
@@ -39,17 +42,26 @@ class TextLimit(Exception):
     """The rendered text is too long."""
 
 
-class Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks the model's text for training.
+class Marks(jinja2.ext.Extension):
+    """Finds out what in the text is whose. {% generation %} ... {% endgeneration %} marks the
+    model's text for training, and LoopMarker lets every loop call begin and end.
 
-    pieces: of the text so far.  marked: (characters before the block, its text) of each.
+    length: of the text so far.  marked: (characters before the block, its text) of each.
+    numbers: of the messages, by their id().  steps: (loop, number of a message or None, characters
+    before it) of each iteration, and None at the end of a loop.
     """
 
     tags = {"generation"}
 
     def __init__(self, environment):
         super().__init__(environment)
-        self.pieces, self.marked = [], []
+        self.start([])
+
+    def start(self, messages):
+        self.length = 0
+        self.numbers = {id(message): i for i, message in enumerate(messages)}
+        self.marked = []
+        self.steps = []
 
     def parse(self, parser):
         line = next(parser.stream).lineno
@@ -59,8 +71,82 @@ class Generation(jinja2.ext.Extension):
 
     def mark(self, caller):
         text = caller()
-        self.marked.append((sum(map(len, self.pieces)), text))
+        self.marked.append((self.length, text))
         return text
+
+    def begin(self, loop, item):
+        self.steps.append((loop, self.numbers.get(id(item)), self.length))
+
+    def end(self, loop):
+        self.steps.append((loop, None, self.length))
+
+    def turns(self):
+        """Return [message, start, end) of the text that each iteration has written."""
+        found = []
+        last = {}  # of each loop, the iteration that has begun: its message and start
+        for loop, number, place in self.steps:
+            message, start = last.get(loop, (None, 0))
+            if message is not None and place > start:
+                found.append([message, start, place])
+            last[loop] = (number, place)
+        return found
+
+
+class LoopMarker(jinja2.visitor.NodeTransformer):
+    """Adds the calls of Marks to the loops of a template, except where text goes to a variable."""
+
+    def __init__(self, marks):
+        self.marks = marks
+        self.loops = 0
+
+    def visit_For(self, node):
+        self.generic_visit(node)
+        if not isinstance(node.target, jinja2.nodes.Name):
+            return node
+        self.loops += 1
+        item = jinja2.nodes.Name(node.target.name, "load")
+        node.body.insert(0, self.call("begin", node, item))
+        return [node, self.call("end", node)]
+
+    def call(self, name, loop, *arguments):
+        number = jinja2.nodes.Const(self.loops)
+        call = self.marks.call_method(name, [number, *arguments])
+        return jinja2.nodes.ExprStmt(call).set_lineno(loop.lineno)
+
+    def skip(self, node):
+        return node
+
+    visit_Macro = visit_CallBlock = visit_AssignBlock = visit_FilterBlock = skip
+
+
+class Arguments(dict):
+    """The arguments of a call: an object, which is JSON where a template joins it to a text."""
+
+    def __radd__(self, text):
+        return text + to_json(self)
+
+
+class NoText(str):
+    """The content of a message that has calls and no text: "", which `is none` for a template."""
+
+
+def is_none(value):
+    return value is None or isinstance(value, NoText)
+
+
+def with_calls(message):
+    """Prepare a message that has calls, for any template: "arguments" may be an object or, as in
+    OpenAI's format, its JSON; and "content" may be missing."""
+    message.setdefault("content", NoText())
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):  # a model may write anything
+                arguments = json.loads(arguments or "{}")
+        if isinstance(arguments, dict):
+            arguments = Arguments(arguments)
+        function["arguments"] = arguments
 
 
 def to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
@@ -80,31 +166,36 @@ def strftime_now(format):
 
 def compiled(source):
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Marks, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = to_json
+    environment.tests["none"] = is_none
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    return environment.from_string(source)
+    marks = environment.extensions[Marks.identifier]
+    return environment.from_string(LoopMarker(marks).visit(environment.parse(source)))
 
 
 def rendered(template, names, characters):
-    """Return the text, and [start, end) of every generation block in it."""
-    generation = template.environment.extensions[Generation.identifier]
+    """Return the text, [start, end) of every generation block in it, and whose the text is."""
+    marks = template.environment.extensions[Marks.identifier]
+    messages = names["messages"]
+    if isinstance(messages, list):  # else the template rejects them
+        for message in messages:
+            if message.get("tool_calls"):
+                with_calls(message)
+        marks.start(messages)
     pieces = []
-    length = 0
-    generation.pieces = pieces
-    generation.marked = []
     for piece in template.generate(**names):
-        length += len(piece)
-        if length > characters:
+        marks.length += len(piece)
+        if marks.length > characters:
             raise TextLimit
         pieces.append(piece)
     text = "".join(pieces)
     text.encode()  # ValueError for half a surrogate pair
-    spans = [[start, start + len(block)] for start, block in generation.marked]
-    if any(text[a:b] != block for (a, b), (_, block) in zip(spans, generation.marked)):
+    spans = [[start, start + len(block)] for start, block in marks.marked]
+    if any(text[a:b] != block for (a, b), (_, block) in zip(spans, marks.marked)):
         spans = None  # a block inside a macro: where its text went is unknown
-    return {"text": text, "spans": spans}
+    return {"text": text, "spans": spans, "turns": marks.turns()}
 
 
 def one_line(error):

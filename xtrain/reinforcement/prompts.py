@@ -1,9 +1,7 @@
 """The prompts of reinforcement learning.
 
 {"prompt": ..., and anything that the function reads}
-{"messages": [{"role": "user", "content": ...}], ...}
-
-Messages are rendered by the model's chat template, up to where the answer begins.
+a conversation (data/conversations.py), without answers at its end
 """
 
 import hashlib
@@ -16,7 +14,8 @@ import numpy as np
 
 from ..data.batches import Batch, Shuffled
 from ..data.chat_template import ChatTemplate
-from ..data.records import Record, json_records, record_files
+from ..data.conversations import Conversation
+from ..data.records import json_records, record_files
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 from ..tuning.examples import Example
@@ -25,11 +24,15 @@ from ..tuning.rows import rows_of
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of the data. ids: its tokens.  fields: the whole line, for the reward."""
+    """One line of the data.
+
+    ids: its tokens.  fields: the whole line, for the reward.  is_chat: it is a conversation.
+    """
 
     where: str  # file and line
     ids: list[int]
     fields: dict[str, Any]
+    is_chat: bool = False
 
 
 def read_prompts(
@@ -41,29 +44,15 @@ def read_prompts(
     for file in record_files(files):
         before = len(prompts)
         for record in json_records(file):
-            if "messages" in record.non_null:
-                ids = tokenizer.encode(_conversation(record, template))
+            conversation = Conversation.of(record)
+            if conversation is not None:
+                ids = conversation.prompt(tokenizer, template)
             else:
                 ids = tokenizer.encode_prompt(record.text("prompt"))
-            prompts.append(Prompt(record.where, ids, record.fields))
+            prompts.append(Prompt(record.where, ids, record.fields, conversation is not None))
         if len(prompts) == before:
             raise UserError(f"{file} has no prompts: give a file that is not empty")
     return prompts
-
-
-def _conversation(record: Record, template: ChatTemplate | None) -> str:
-    messages = record.fields["messages"]
-    if template is None:
-        raise UserError(
-            f'{record.where} has "messages", but the model\'s folder has no chat template: '
-            'give "prompt", or fine-tune the model on "messages" first'
-        )
-    if not isinstance(messages, list) or not messages:
-        raise UserError(f'{record.where}: "messages" must be a list of messages: fix the line')
-    try:
-        return template.render(messages, tools=record.fields.get("tools"))
-    except UserError as error:
-        raise UserError(f"{record.where}: {error}") from None
 
 
 class Prompts:

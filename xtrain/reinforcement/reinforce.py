@@ -494,7 +494,7 @@ def _read(c: ReinforceConfig, folder: Path, room: int) -> Prompts:
     name = ", ".join(Path(file).name for file in c.data)
     files = len(c.data) + len(c.val_data)
     stop = texts.answer_stop
-    if any(x.fields.get("messages") is not None for x in (*train, *val)):
+    if any(x.is_chat for x in (*train, *val)):
         stop = texts.chat_stop
     return Prompts(name, files, train, val, skipped, texts.tokenizer, c.group, stop)
 
