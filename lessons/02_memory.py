@@ -382,7 +382,8 @@ for name, trace in (
 ):
     t = trace.traffic("x_n")
     print(
-        f"{name:14} {t.requests:3} requests of {t.sectors // t.requests} sectors, {t.efficiency:.0%} used"
+        f"{name:14} {t.requests:3} requests of {t.sectors // t.requests} sectors, "
+        f"{t.efficiency:.0%} used"
     )
 
 # %% [markdown]
@@ -525,7 +526,8 @@ def copy8_kernel(y_n, x_n):
 for name, kernel, each in (("four", copy4_kernel, 4), ("eight", copy8_kernel, 8)):
     t = lesson.traced(kernel, 1024 // (64 * each), 64, y, x).traffic("y_n", write=True)
     print(
-        f"{name:6} {t.requests} requests of {t.sectors // t.requests} sectors, {t.efficiency:.0%} used per request"
+        f"{name:6} {t.requests} requests of {t.sectors // t.requests} sectors, {t.efficiency:.0%} "
+        "used per request"
     )
 
 # %% [markdown]

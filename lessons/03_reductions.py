@@ -160,7 +160,8 @@ sums = {
     float(np.add.accumulate(np.random.default_rng(i).permutation(values))[-1]) for i in range(20)
 }
 print(
-    f"20 orders of the same 10 000 numbers: {len(sums)} different sums, up to {max(sums) - min(sums):.3f} apart"
+    f"20 orders of the same 10 000 numbers: {len(sums)} different sums, up to "
+    f"{max(sums) - min(sums):.3f} apart"
 )
 
 # %% [markdown]
@@ -465,7 +466,8 @@ x_1k, total = simulator.sim(np.ones(1000, np.float32)), simulator.sim(np.zeros(1
 for name, kernel, barriers in (("tree", tree_sum_kernel, 7), ("shuffles", block_sum_kernel, 1)):
     trace = lesson.traced(kernel, 1, 128, total, x_1k)
     print(
-        f"{name:9} sum {total[0]:g}, {len(trace.requests(kind='shared')):2} shared-memory instructions, barriers: {barriers}"
+        f"{name:9} sum {total[0]:g}, {len(trace.requests(kind='shared')):2} shared-memory "
+        f"instructions, barriers: {barriers}"
     )
 
 # %% [markdown]

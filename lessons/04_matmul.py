@@ -137,12 +137,14 @@ def count(name, trace):
     reads = len(trace.of("x_NI")) + len(trace.of("w_OI"))
     moved = trace.traffic().moved
     print(
-        f"{name:16} {reads:6,} elements read, {moved:7,} bytes moved: {flops / moved:.2f} operations per byte"
+        f"{name:16} {reads:6,} elements read, {moved:7,} bytes moved: {flops / moved:.2f} "
+        "operations per byte"
     )
 
 
 print(
-    f"at best          {2 * n * n:6,} elements read, {12 * n * n:7,} bytes moved: {flops / (12 * n * n):.2f}"
+    f"at best          {2 * n * n:6,} elements read, {12 * n * n:7,} bytes moved: "
+    f"{flops / (12 * n * n):.2f}"
 )
 count("one per thread", naive)
 
@@ -557,7 +559,8 @@ for TILE in (8, 16):
     loads = len(trace.of(kind="shared", write=False)) / n**3
     intensity = flops / trace.traffic().moved
     print(
-        f"tiles of {TILE:2}: {intensity:.2f} operations per byte, {loads:.2f} shared-memory reads per multiply-add"
+        f"tiles of {TILE:2}: {intensity:.2f} operations per byte, {loads:.2f} shared-memory reads "
+        "per multiply-add"
     )
 lesson.table(
     [f"bench_lessons/linear_{name}/fp32" for name in ("tiled_8", "tiled_16", "registers")],

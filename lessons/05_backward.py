@@ -336,7 +336,8 @@ candidates = {
 for name, dx in candidates.items():
     error = gradient_error(f, x, dx, v, 1e-5)
     print(
-        f"{name:32} {'correct' if error < 1e-6 else 'WRONG':7}   error {'below 1e-6' if error < 1e-6 else f'{error:.1e}'}"
+        f"{name:32} {'correct' if error < 1e-6 else 'WRONG':7}   error "
+        f"{'below 1e-6' if error < 1e-6 else f'{error:.1e}'}"
     )
 
 # %% [markdown]
@@ -570,7 +571,8 @@ lesson.source(gradcheck.check)
 # %%
 tokens, width, norms = 32 * 256, 384, 2 * 12 + 1
 print(
-    f"xhat of all norms of dim384: {tokens * width * norms * 4 / 1e6:.0f} MB; r: {tokens * norms * 4 / 1e6:.2f} MB"
+    f"xhat of all norms of dim384: {tokens * width * norms * 4 / 1e6:.0f} MB; r: "
+    f"{tokens * norms * 4 / 1e6:.2f} MB"
 )
 
 # %% [markdown]

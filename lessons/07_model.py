@@ -186,7 +186,8 @@ scores = np.array([[0.0, 9.0, 9.0], [1.0, 1.0, 9.0], [2.0, 1.0, 0.0]])
 for t, row in enumerate(scores):
     seen = np.exp(row[: t + 1])
     print(
-        f"row {t}: exp {seen.round(3)}, sum {seen.sum():.3f}, p {np.append(seen / seen.sum(), np.zeros(2 - t)).round(3)}"
+        f"row {t}: exp {seen.round(3)}, sum {seen.sum():.3f}, p "
+        f"{np.append(seen / seen.sum(), np.zeros(2 - t)).round(3)}"
     )
 
 # %% [markdown]

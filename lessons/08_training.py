@@ -65,7 +65,8 @@ for t in (1, 2, 3):
     v += (1 - 0.95) * (g * g - v)
     c1, root2 = 1 - 0.9**t, math.sqrt(1 - 0.95**t)
     print(
-        f"step {t}: m {m:.4f}, v {v:.5f}; corrected m {m / c1:.3f}, root of v {math.sqrt(v) / root2:.3f}: ratio {m / c1 / (math.sqrt(v) / root2):.3f}"
+        f"step {t}: m {m:.4f}, v {v:.5f}; corrected m {m / c1:.3f}, root of v "
+        f"{math.sqrt(v) / root2:.3f}: ratio {m / c1 / (math.sqrt(v) / root2):.3f}"
     )
 
 # %% [markdown]
@@ -393,7 +394,8 @@ nats = (
 # twice (article, perhaps an adjective, noun), then the verb and the full stop
 words = 2 * (1 + 0.5 + 1) + 1 + 1
 print(
-    f"entropy: about {nats / words:.1f} nats per word; mean of the last ten losses: {np.mean(losses[-10:]):.1f}"
+    f"entropy: about {nats / words:.1f} nats per word; mean of the last ten losses: "
+    f"{np.mean(losses[-10:]):.1f}"
 )
 
 
@@ -412,7 +414,8 @@ def share_of_right_verbs(model):
 
 
 print(
-    f"verbs that agree with their subject: {share_of_right_verbs(model):.0%}, untrained: {share_of_right_verbs(fresh()[0]):.0%}"
+    f"verbs that agree with their subject: {share_of_right_verbs(model):.0%}, untrained: "
+    f"{share_of_right_verbs(fresh()[0]):.0%}"
 )
 
 # %% [markdown]
@@ -466,8 +469,10 @@ for name, options in (
 
 # %%
 passes = {
-    "w *= 1 - lr decay": (1, 1), "g - m": (2, 1), "... times (1 - beta1)": (1, 1), "m += ...": (2, 1), "g * g": (1, 1), "... - v": (2, 1),
-    "... times (1 - beta2)": (1, 1), "v += ...": (2, 1), "sqrt(v)": (1, 1), "... / root2 + eps": (1, 1), "m / ...": (2, 1), "w -= ...": (2, 1),
+    "w *= 1 - lr decay": (1, 1), "g - m": (2, 1), "... times (1 - beta1)": (1, 1),
+    "m += ...": (2, 1), "g * g": (1, 1), "... - v": (2, 1), "... times (1 - beta2)": (1, 1),
+    "v += ...": (2, 1), "sqrt(v)": (1, 1), "... / root2 + eps": (1, 1), "m / ...": (2, 1),
+    "w -= ...": (2, 1),
 }  # fmt: skip
 reads, writes = (sum(p[i] for p in passes.values()) for i in (0, 1))
 print(f"array by array: {4 * (reads + writes)} bytes per weight; one kernel: {4 * (4 + 3)}")

@@ -496,25 +496,14 @@ lesson.source(zero.cut)
 #
 # ## What did not help
 #
-# *One thread per GPU in a single process.* A program in Rust and CUDA C++, on RTX 5090 GPUs, did that. Its log (no
-# record in `bench/results`) shows the time of forward and backward for the **same** work per rank, in milliseconds, by
-# number of GPUs:
-
-# %%
-forward_backward = {"1 GPU": 136, "2 GPUs": 202, "4 GPUs": 342, "8 GPUs": 780}
-lesson.figures.bars(forward_backward, "ms", "one thread per GPU: the same work per GPU")
-
-# %% [markdown]
-# Is communication slow? With communication switched *off*, the times did not change. All-reduce was 6 to 7 % of the
-# step. The threads blocked each other at every call into the driver, above all at memory allocation, several times per
-# operation. Four GPUs were 1.41 times as fast as one, and eight were slower than four. So xtrain runs one **process**
-# per GPU and allocates no memory from the driver after the first steps ([lesson 16](16_memory.ipynb)). The experiment
-# remains available: `--dp none` computes without communicating.
+# *One thread per GPU in a single process.* The threads share one context of the driver and wait for each other at every
+# call into it, above all at memory allocation. So forward and backward take longer the more GPUs there are, although the
+# work of each is the same. Is communication slow? The experiment that answers it is to switch communication *off*:
+# `--dp none` computes without communicating. xtrain runs one **process** per GPU and allocates no memory from the driver
+# after the first steps ([lesson 16](16_memory.ipynb)).
 #
-# *Grouping all all-reduces into one NCCL group* gave that program no speed-up either, and broke the
-# identity of the ranks: the largest difference of a weight went from 0 to 1.5e-8. With NCCL 2.28,
-# every variant tried gave identical bits. But a check costs little, and reduce-scatter followed by
-# all-gather is identical by construction.
+# *Taking it for granted that all ranks get the same bits.* An algorithm in which two ranks add in different orders breaks
+# it. A check costs little, and reduce-scatter followed by all-gather is identical by construction.
 #
 # ## More exercises
 #

@@ -51,7 +51,8 @@ FULL = 0xFFFFFFFF
 for lengths in ((3, 1, 2), (12, 40, 180, 25), (7, 900, 30, 15, 60, 22, 410, 9)):
     padded, real = len(lengths) * max(lengths), sum(lengths)
     print(
-        f"lengths {lengths}: {padded} rows in a rectangle, {real} real: {1 - real / padded:.0%} wasted"
+        f"lengths {lengths}: {padded} rows in a rectangle, {real} real: {1 - real / padded:.0%} "
+        "wasted"
     )
 
 # %% [markdown]
@@ -347,7 +348,8 @@ for name, trace, x_name in (("yours", yours, "x_ATC"), ("remove_padding", librar
     rows, search = trace.traffic(x_name, False), trace.traffic("edges_E", False)
     warps = len({(a.block, a.thread // 32) for a in trace.of("edges_E")})
     print(
-        f"{name:14} {rows.requests / N:4.0f} load instructions per row, {warps // N} warps of its block search the edges, ",
+        f"{name:14} {rows.requests / N:4.0f} load instructions per row, {warps // N} warps of its "
+        "block search the edges, ",
         end="",
     )
     print(f"each with {search.requests / warps:.0f} reads")

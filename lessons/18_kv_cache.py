@@ -49,7 +49,8 @@ for prompt, new in ((3, 4), (1000, 1000)):
     without_cache = sum(prompt + i for i in range(new))
     with_cache = prompt + new - 1
     print(
-        f"prompt {prompt:4}, {new:4} new: {without_cache:9,} tokens computed, with a cache {with_cache:5,}: {without_cache / with_cache:.0f} times fewer"
+        f"prompt {prompt:4}, {new:4} new: {without_cache:9,} tokens computed, with a cache "
+        f"{with_cache:5,}: {without_cache / with_cache:.0f} times fewer"
     )
 
 # %% [markdown]
@@ -298,7 +299,8 @@ largest_batch = lesson.yours(largest_batch, largest_batch_solution)
 
 # %%
 print(
-    "A model of 8 billion parameters in bf16 takes 16 GB of an 80 GB GPU. Sequences of 8192 tokens that fit into the other 64 GB:"
+    "A model of 8 billion parameters in bf16 takes 16 GB of an 80 GB GPU. Sequences of 8192 "
+    "tokens that fit into the other 64 GB:"
 )
 for name, G in (
     ("32 KV heads, one per query", 32),
@@ -307,7 +309,8 @@ for name, G in (
 ):
     one = 2 * 32 * G * 8192 * 128 * 2
     print(
-        f"  {name:28} {one / 1e9:5.2f} GB each, {largest_batch(32, 32, G, 128, 8192, 2, 64 * 10**9):4} at a time"
+        f"  {name:28} {one / 1e9:5.2f} GB each, "
+        f"{largest_batch(32, 32, G, 128, 8192, 2, 64 * 10**9):4} at a time"
     )
 
 # %% [markdown]
@@ -323,7 +326,8 @@ cache = 2 * G * length * D * 2  # bytes of one layer in bf16
 repeated = 2 * H * length * D * 2
 print(f"read in place:             {cache / 1e6:5.1f} MB per layer")
 print(
-    f"copied per query head:     {(cache + repeated + repeated) / 1e6:5.1f} MB (read, write the copies, read them)"
+    f"copied per query head:     {(cache + repeated + repeated) / 1e6:5.1f} MB (read, write the "
+    "copies, read them)"
 )
 
 # %% [markdown]
@@ -414,7 +418,8 @@ with lesson.tracing() as library:
     kv_cache.append_kv(x, y, fresh, fresh, r, p)
 for name, trace in (("yours", yours), ("the library's", library)):
     print(
-        f"{name:14} {len(trace.requests()):3} memory instructions, {trace.traffic().moved:6,} bytes moved"
+        f"{name:14} {len(trace.requests()):3} memory instructions, {trace.traffic().moved:6,} "
+        "bytes moved"
     )
 
 # %% [markdown]

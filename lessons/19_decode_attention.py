@@ -365,7 +365,8 @@ few, many = lesson.records.together(
 )
 least = (many["kv_gb"] - few["kv_gb"]) / many["copy_gb_s"] * 1e3
 print(
-    f"{many['ms'] - few['ms']:.3f} ms more; reading the keys and values at copy bandwidth takes {least:.3f} ms"
+    f"{many['ms'] - few['ms']:.3f} ms more; reading the keys and values at copy bandwidth takes "
+    f"{least:.3f} ms"
 )
 
 # %% [markdown]
@@ -409,13 +410,12 @@ lesson.source(library_parts.make_split_keys)
 # %% [markdown]
 # `split_keys` is your 19.3, with two differences. Part sizes are multiples of 16 keys, for the tensor cores. And the
 # last part takes the rest: 4097 keys are 16 parts, where rounding up would make a 17th part of one key, for which a
-# block would have to prepare the query and write a result. On one H200, with 32 key heads, rounding up took 22
-# microseconds instead of 15 (measured once, no record): 17 parts are more blocks than the GPU runs at a time.
+# block would have to prepare the query and write a result, and 17 parts per key head may be more blocks than the GPU runs
+# at a time: then the last one begins when the others have ended.
 #
 # Each block asks for its next part until there are none left, because the host does not know the lengths: it would have
-# to start a block for every part that a row may ever have. For 240 sequences of about 730 tokens, such blocks took 326
-# microseconds if a row may have 2048 tokens, and 468 if it may have 32,768; with this loop both take 193 (measured
-# once, no record). This function finds the block that merges:
+# to start a block for every part that a row may ever have, and most of them would find nothing to do. This function
+# finds the block that merges:
 
 # %%
 from xtrain.kernels.primitives import last_block
@@ -427,9 +427,7 @@ lesson.source(last_block.arrive_last)
 # compiles to `MEMBAR.SC`, the strongest fence: it puts all such fences of the whole GPU into a single order, which is
 # not needed here. `atomic_add_in_order` is a single PTX instruction, `atom.acq_rel`: *release* means that everything
 # written before it is visible to a block that sees the new count; *acquire* means that this block then reads current
-# values. One `MEMBAR.ALL` remains, which waits for the block's own writes. Together with merging the warps' sums in
-# registers, this makes attention over 4096 keys 1.5 microseconds shorter (of 10.2, measured with CUPTI) in each of 22
-# layers; over 128 keys, where there is only one part and no counter, it saves 0.4.
+# values. One `MEMBAR.ALL` remains, which waits for the block's own writes.
 #
 # ## What did not help
 #

@@ -376,11 +376,13 @@ print(
 B, V, segment = 64, 151_936, 2048
 print(f"logits of {B} sequences: {4 * B * V / 1e6:.0f} MB per token; token ids: {4 * B} bytes")
 print(
-    f"over a 50 GB/s bus: {4 * B * V / 50e9 * 1e3:.2f} ms; read from GPU memory at 4 TB/s: {4 * B * V / 4e12 * 1e3:.3f} ms"
+    f"over a 50 GB/s bus: {4 * B * V / 50e9 * 1e3:.2f} ms; read from GPU memory at 4 TB/s: "
+    f"{4 * B * V / 4e12 * 1e3:.3f} ms"
 )
 segments = -(-V // segment)
 print(
-    f"first pass: {segments} blocks per sequence instead of 1; second pass, k = 50: {segments * 50:,} candidates"
+    f"first pass: {segments} blocks per sequence instead of 1; second pass, k = 50: "
+    f"{segments * 50:,} candidates"
 )
 
 # %% [markdown]
@@ -474,7 +476,8 @@ logits = np.random.default_rng(3).standard_normal((3, 40)).astype(np.float32)
 ids_B = np.zeros(3, np.int32)
 rules = dict(temperature=[0.0, 1.0, 0.7], top_k=[0, 5, 0], top_p=[1.0, 1.0, 0.9])
 sampling.sample(
-    logits, ids_B, np.float32(rules["temperature"]), np.int32(rules["top_k"]), np.float32(rules["top_p"]),
+    logits, ids_B, np.float32(rules["temperature"]), np.int32(rules["top_k"]),
+    np.float32(rules["top_p"]),
     np.full(3, 42), np.arange(3), np.full(3, 9, np.int32),
 )  # fmt: skip
 mine = [

@@ -337,7 +337,8 @@ cases = {
 for name, ours in cases.items():
     loss = abs(float(ours["loss"]) - float(right["loss"]))
     print(
-        f"{name:36} diverges at {first_parting(ours, right, 1e-4)!s:18} loss difference {'< 0.1' if loss < 0.1 else '>= 0.1'}"
+        f"{name:36} diverges at {first_parting(ours, right, 1e-4)!s:18} loss difference "
+        f"{'< 0.1' if loss < 0.1 else '>= 0.1'}"
     )
 
 # %% [markdown]
@@ -355,7 +356,8 @@ try:
     import transformers  # noqa: F401
 except ImportError:
     print(
-        "transformers is not installed: run pip install torch transformers, then run this cell again"
+        "transformers is not installed: run pip install torch transformers, then run this cell "
+        "again"
     )
 else:
     from xtrain.inspect.compare import load_transformers, stages_of_transformers
@@ -419,8 +421,8 @@ lesson.figures.timeline(
 # %% [markdown]
 # The alternative, packing them column by column, would have made each of them a strided view: one
 # copy on every save and another on every load. For a model of 8 billion parameters, 32 GB would be
-# moved twice for no benefit. The vocabulary is padded to a multiple of 128 in memory (an odd size
-# makes the output head's product several times slower). The padding is at the *end*, so the
+# moved twice for no benefit. The vocabulary is padded to a multiple of 128 in memory (rows of an odd
+# number of elements do not begin at multiples of 16 bytes, and the output head's product cannot use wide accesses). The padding is at the *end*, so the
 # exported table is a view too:
 
 # %%

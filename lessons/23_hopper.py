@@ -329,7 +329,8 @@ lesson.figures.timeline(
 for stages in (1, 2, 3, 4):
     times = [finish_time(32, load, 3.0, stages) for load in (1.0, 3.0, 5.0)]
     print(
-        f"buffers: {stages}   load 1 {times[0]:5.0f}   load 3 {times[1]:5.0f}   load 5 {times[2]:5.0f}"
+        f"buffers: {stages}   load 1 {times[0]:5.0f}   load 3 {times[1]:5.0f}   load 5 "
+        f"{times[2]:5.0f}"
     )
 
 # %% [markdown]

@@ -288,7 +288,7 @@ def right(model, sign):
 
 rng = np.random.default_rng(0)
 teach(model, +1, 500, 3e-3)
-print(f"sums: {right(model, +1) > 0.9}, differences: {right(model, -1) > 0.9}")
+print(f"right: {right(model, +1):.0%} of the sums, {right(model, -1):.0%} of the differences")
 
 # %% [markdown]
 # An `AdaptedTransformer` has frozen weights, and after `adapt` its parameters are the adapters alone:
@@ -300,10 +300,11 @@ adapted = AdaptedTransformer(config, None, trainable=False)
 for (_, mine), (_, theirs) in zip(adapted.named_parameters(), model.named_parameters()):
     mine.data = theirs.data
 adapted.adapt(Lora(r=8, alpha=16))
-print("as good as before:", right(adapted, +1) > 0.9)
+print(f"before training:        right: {right(adapted, +1):4.0%} of the sums")
 teach(adapted, -1, 500, 3e-3)
-print(f"with adapters: sums {right(adapted, +1) > 0.9}, differences {right(adapted, -1) > 0.9}")
-print(f"the model without them: sums {right(model, +1) > 0.9}")
+sums, differences = right(adapted, +1), right(adapted, -1)
+print(f"with adapters:          right: {sums:4.0%} of the sums, {differences:.0%} of differences")
+print(f"the model without them: right: {right(model, +1):4.0%} of the sums")
 numbers = [sum(t.size for _, t in m.named_parameters()) for m in (model, adapted)]
 print(f"trained: {numbers[1]:,} of {numbers[0]:,}")
 

@@ -91,7 +91,7 @@ for _ in range(80):
     loss = model.loss(ids[:, :-1], ids[:, 1:])
     loss.backward()
     optimizer.step()
-print("it knows its text by heart:", loss.item() < 0.1)
+print(f"loss {loss.item():.2f}: it knows its text by heart")
 
 folder = Path(tempfile.mkdtemp())
 model.save_pretrained(folder, tokenizer)
@@ -157,17 +157,10 @@ print(http_bytes(body).decode())
 
 
 # %% [markdown]
-# And this comes back. The next cell shows it as its *value*: the outputs of this page that are printed
-# are the same in every run, those that are shown in this way (ids, dates, times) are not.
+# And this comes back. (Ids, dates and times on this page differ from run to run.)
 
 
-# %%
-class Shown(str):
-    """A text that a cell can show as its value."""
-
-    __repr__ = str.__str__
-
-
+# %% tags=["varies"]
 def over_a_socket(data):
     reply = b""
     with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -180,7 +173,7 @@ def over_a_socket(data):
 reply = over_a_socket(http_bytes(body))
 lines = reply.decode("utf-8", "replace").replace("\r\n", "\n").split("\n")
 short = [line if len(line) < 100 else f"{line[:48]} ... {line[-48:]}" for line in lines]
-Shown("\n".join(short[:24]))
+print("\n".join(short[:24]))
 
 # %% [markdown]
 # After the headers follows the body in **chunks**: its length is not known yet, so each chunk begins with
@@ -228,7 +221,8 @@ async def ask(body, leave_after=None):
 
 wrong = [
     {"temperature": 3}, {"messages": []}, {"messages": [{"role": "cook", "content": "Tea!"}]},
-    {"modalities": ["text", "audio"]}, {"model": "coffee"}, {"messages": [message | {"content": "tea " * 99}]},
+    {"modalities": ["text", "audio"]}, {"model": "coffee"},
+    {"messages": [message | {"content": "tea " * 99}]},
 ]  # fmt: skip
 for change in wrong:
     status, pieces = run(ask(body | {"stream": False} | change))
@@ -258,7 +252,7 @@ print(prompt)
 # requests that have news, which turn ids into text and write events.
 
 
-# %%
+# %% tags=["varies"]
 @contextlib.contextmanager
 def watched(functions):
     """functions: {label: (object, name)}  -> a list that collects (begin, end, thread, label)"""
@@ -319,7 +313,7 @@ idle = ("admission", "prefill", "news")  # called in each step, also without any
 notes = [note for note in notes if note[3] not in idle or note[1] > 0.01]
 rows = [f"{'ms':>7}  {'took':>6}  {'thread':10}  stage"]
 rows += [f"{at:7.2f}  {took:6.2f}  {thread:10}  {label}" for at, took, thread, label in notes]
-Shown("\n".join(rows[:26] + ["  ..."] + rows[-6:]))
+print("\n".join(rows[:26] + ["  ..."] + rows[-6:]))
 
 # %% [markdown]
 # One stage contains others: sampling is a part of prefill and of decode. The same as a picture, one row
@@ -542,7 +536,8 @@ for step in engine.trace:
             elif name in step.decoded:
                 row.append((at, at + 1, "d"))
 lesson.figures.timeline(
-    {label: row for label, (_, row) in spans.items()}, "p: prefill, d: decode; a column is one step", "step"
+    {label: row for label, (_, row) in spans.items()},
+    "p: prefill, d: decode; a column is one step", "step",
 )  # fmt: skip
 
 # %% [markdown]
@@ -593,9 +588,9 @@ print(
 #    piece.
 
 
-# %%
+# %% tags=["varies"]
 class PretendEngine(xtrain.Engine):
-    """Steps of a fixed time. A step with new requests takes `prefill` seconds, for any number of them."""
+    """Steps of a fixed time. A step with new requests takes `prefill` seconds, however many."""
 
     def __init__(self, prefill, decode):
         super().__init__(loaded.model, max_batch=4)
@@ -664,7 +659,7 @@ for n in (8, 64, 256):
         ms.setdefault(name, []).append(1e3 * (time.perf_counter() - begin) / pretend.steps)
         thread.stop()
         rows.append(f"{n:7}   {name:19} {ms[name][-1]:11.2f}   {sum(counts):6}")
-Shown("\n".join(rows))
+print("\n".join(rows))
 
 # %%
 lesson.figures.curves(
@@ -689,7 +684,7 @@ lesson.figures.curves(
 # tokenizer are pauses here, of half a millisecond for the first request to 8 ms for the last:
 
 
-# %%
+# %% tags=["varies"]
 async def arrive_together(thread, n):
     """-> milliseconds to the first token, for each of n requests"""
     begin = time.perf_counter()
@@ -721,7 +716,7 @@ for name, seconds in (
     engine_loop.ADMISSION_SECONDS = usual
     median, last = np.median(times), np.mean(np.max(times, 1))
     rows.append(f"{name:20} {np.mean(prefills):8.1f}   {median:6.1f}, {last:6.1f}")
-Shown("\n".join(rows))
+print("\n".join(rows))
 
 # %% [markdown]
 # Without waiting there are two prefills, and the requests that missed the first wait for both.
@@ -848,7 +843,8 @@ def simulated(load, slots, n=200_000):
 
 for load in (0.5, 0.8):
     print(
-        f"one slot, load {load}: mean wait {simulated(load, 1)[0].mean():.1f} s, formula {load / (1 - load):.1f} s"
+        f"one slot, load {load}: mean wait {simulated(load, 1)[0].mean():.1f} s, formula "
+        f"{load / (1 - load):.1f} s"
     )
 loads, percentiles = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98), {"p50": [], "p90": [], "p99": []}
 print("16 slots:   load   waiting p50   p99   whole p50   p99")
@@ -859,7 +855,8 @@ for load in loads:
     w, t = np.percentile(waits, [50, 99]), np.percentile(whole, [50, 99])
     print(f"{load:16.2f} {w[0]:13.2f} {w[1]:5.2f} {t[0]:11.2f} {t[1]:5.2f}")
 lesson.figures.curves(
-    loads, percentiles, "load", "seconds until the answer is complete", "16 slots, answers of 1 s on average", log=False,
+    loads, percentiles, "load", "seconds until the answer is complete",
+    "16 slots, answers of 1 s on average", log=False,
 )  # fmt: skip
 
 # %% [markdown]
@@ -877,9 +874,12 @@ lesson.figures.curves(
 # rate at which they are answered is the server's $\mu$. Then 40 at random, at three loads:
 
 
-# %%
+# %% tags=["varies"]
 async def poisson(rate, n=40):
-    """-> (n, 2) milliseconds to the first text and to the end.  rate: per second; None: all at once"""
+    """-> (n, 2) milliseconds to the first text and to the end.
+
+    rate: per second; None: all at once
+    """
     gaps = np.zeros(n) if rate is None else np.random.default_rng(1).exponential(1 / rate, n)
 
     async def one(at, question):
@@ -903,7 +903,7 @@ rows = [
 for load in (0.3, 0.6, 0.9):
     (f50, w50), (f99, w99) = np.percentile(run(poisson(load * rate)), [50, 99], axis=0)
     rows.append(f"{load:4.1f} {f50:19.0f} {f99:6.0f} {w50:14.0f} {w99:6.0f}")
-Shown("\n".join(rows))
+print("\n".join(rows))
 
 # %% [markdown]
 # Compare with the simulation: there a slot's speed did not depend on the others. Here a decode step
@@ -918,7 +918,8 @@ Shown("\n".join(rows))
 lesson.table(
     ["bench_server/closed/bf16", "bench_server/poisson*/bf16"],
     {
-        "tokens/s": "value", "engine alone": "peer_value", "first p50 ms": lambda r: r["first_ms"][0],
+        "tokens/s": "value", "engine alone": "peer_value",
+        "first p50 ms": lambda r: r["first_ms"][0],
         "first p99 ms": lambda r: r["first_ms"][1], "whole p50 ms": lambda r: r["last_ms"][0],
         "whole p99 ms": lambda r: r["last_ms"][1],
     },

@@ -37,8 +37,8 @@ from numba import cuda, int32
 
 from xtrain import lesson, simulator
 
-# Of one multiprocessor: warps, blocks, registers and bytes of shared memory; "reserved": bytes that each block takes
-# in addition. From the compute-capability tables of the CUDA C++ Programming Guide.
+# Of one multiprocessor: warps, blocks, registers and bytes of shared memory; "reserved": bytes
+# that each block takes in addition. From the tables of the CUDA C++ Programming Guide.
 CARDS = {
     "T4": dict(warps=32, blocks=16, registers=65536, shared=64 * 1024, reserved=0),
     "A100": dict(warps=64, blocks=32, registers=65536, shared=164 * 1024, reserved=1024),

@@ -65,7 +65,8 @@ parts = {
 for name, n in parts.items():
     print(f"{name:18} {2 * n / 1e6:5.2f} MB   {2 * n / 3.35e6:5.2f} µs")
 print(
-    f"{'a layer':18} {2 * sum(parts.values()) / 1e6:5.2f} MB   {2 * sum(parts.values()) / 3.35e6:5.2f} µs"
+    f"{'a layer':18} {2 * sum(parts.values()) / 1e6:5.2f} MB   "
+    f"{2 * sum(parts.values()) / 3.35e6:5.2f} µs"
 )
 
 # %% [markdown]
@@ -336,7 +337,8 @@ tasks = make_tasks(step, 3)
 print("row block  task             waits for    signals")
 for row, (kind, _, share, shares, wait, arrivals, signal) in enumerate(tasks[:16]):
     print(
-        f"{row:3} {row % 3:5}  {NAMES[kind]:8} {share} of {shares}   {arrivals} at {wait:2}      {signal:2}"
+        f"{row:3} {row % 3:5}  {NAMES[kind]:8} {share} of {shares}   {arrivals} at {wait:2}      "
+        f"{signal:2}"
     )
 print(f"... {len(tasks)} rows in all")
 
@@ -353,7 +355,10 @@ print(f"... {len(tasks)} rows in all")
 
 # %%
 def check_tasks(tasks):
-    """Raise ValueError unless each task waits for all tasks that signal its counter, and these are in earlier rows."""
+    """Raise ValueError unless each task waits for all tasks that signal its counter.
+
+    These tasks must be in earlier rows.
+    """
     signals = [task[SIGNAL] for task in tasks]
     for row, task in enumerate(tasks):
         signallers = signals.count(task[WAIT])
@@ -561,7 +566,8 @@ for blocks in (1, 2, 3, 6):
     for hand_over in (0, 1):
         _, end, busy = picture(make_tasks(step, blocks), blocks, hand_over, units)
         print(
-            f"{blocks} blocks, hand-over {hand_over}: {end:3} units of time, busy {busy / (blocks * end):4.0%}"
+            f"{blocks} blocks, hand-over {hand_over}: {end:3} units of time, busy "
+            f"{busy / (blocks * end):4.0%}"
         )
 
 # %% [markdown]
@@ -580,7 +586,8 @@ print(lesson.records.machine(STEPS))
 for r in STEPS:
     separate = r["ms"] * r["ratio"]
     print(
-        f"{r['name']:12} {r['shape']:18} separate {separate:.3f} ms   one kernel {r['ms']:.3f} ms ({r['ms'] / separate - 1:+.0%})"
+        f"{r['name']:12} {r['shape']:18} separate {separate:.3f} ms   one kernel {r['ms']:.3f} ms "
+        f"({r['ms'] / separate - 1:+.0%})"
     )
 
 # %% [markdown]
@@ -717,7 +724,10 @@ def rotated(qkv_P, start, d, D, cos, sin):
 
 @cuda.jit(device=True)
 def attend(o_Q, qkv_P, k_SGD, v_SGD, cos, sin, t, head):
-    """Output of one query head for the token at position t, whose key and value are added to the cache. D <= 32."""
+    """Output of one query head for the token at position t. D <= 32.
+
+    The token's key and value are added to the cache.
+    """
     q_s, k_s = cuda.shared.array(32, float32), cuda.shared.array(32, float32)
     _, G, D = k_SGD.shape
     H, d = o_Q.size // D, cuda.threadIdx.x
@@ -756,12 +766,13 @@ EMBED, QKV, ATTEND, OUT, GATE_UP, DOWN, HEAD = range(7)
 
 @cuda.jit
 def step_kernel(
-    logits_V, h_C, qkv_P, o_Q, act_F, k_LSGD, v_LSGD, count_S, id_1, tasks_RF, weights, matrices_LK, norms_LK, cos_TR, sin_TR, t, eps,
+    logits_V, h_C, qkv_P, o_Q, act_F, k_LSGD, v_LSGD, count_S, id_1, tasks_RF, weights,
+    matrices_LK, norms_LK, cos_TR, sin_TR, t, eps,
 ):  # fmt: skip
     """Logits of the token after id_1[0], which is at position t. Grid P, block 32, all resident.
 
-    matrices, norms (layers + 1, kinds): where the matrix of a kind of task, and the norm before it, begin in `weights`. The head
-    is in the last row, the embedding in the first.
+    matrices, norms (layers + 1, kinds): where the matrix of a kind of task, and the norm before
+    it, begin in `weights`. The head is in the last row, the embedding in the first.
     """
     tid, C, Q, F = cuda.threadIdx.x, h_C.size, o_Q.size, act_F.size
     e = load_acquire(count_S, 0) // cuda.gridDim.x
@@ -846,7 +857,8 @@ for t, token in enumerate(ids):
     got = lesson.host(logits)
     error = np.abs(got - expected[t]).max()
     print(
-        f"token {t}: next is {got.argmax()}, in the model {expected[t].argmax()}, difference below 1e-6: {error < 1e-6}"
+        f"token {t}: next is {got.argmax()}, in the model {expected[t].argmax()}, difference below "
+        f"1e-6: {error < 1e-6}"
     )
 
 # %% [markdown]
@@ -900,7 +912,8 @@ print("µs per round        counter   sealed   one block alone: counter   sealed
 for r in rounds:
     s = lesson.record(f"bench_handover/sealed/{r['shape']}/int32")
     print(
-        f"{r['shape']:18} {r['value']:8.2f} {s['value']:8.2f} {r['alone_us']:26.2f} {s['alone_us']:8.2f}"
+        f"{r['shape']:18} {r['value']:8.2f} {s['value']:8.2f} {r['alone_us']:26.2f} "
+        f"{s['alone_us']:8.2f}"
     )
 
 # %% [markdown]

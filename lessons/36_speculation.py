@@ -590,7 +590,8 @@ new = int(forced["shape"].split("+")[1])
 reached = new / (new - forced["accepted"] * forced["drafted"])
 for what, tokens in (("p = 0.7", expected_tokens(0.7, 7)), ("this run", reached)):
     print(
-        f"{what:8} {tokens:.2f} tokens per step, a step {cost:.2f} times as long: {tokens / cost:.2f} times"
+        f"{what:8} {tokens:.2f} tokens per step, a step {cost:.2f} times as long: "
+        f"{tokens / cost:.2f} times"
     )
 print(lesson.records.machine(measured))
 

@@ -16,6 +16,7 @@ if sys.dont_write_bytecode:
 
 import pytest
 import translations
+from chromium import PROGRAM, Browser
 
 from xtrain import device
 from xtrain.training.run_log import RunLog
@@ -33,6 +34,17 @@ translations.share()
 
 draw = RunLog.picture
 RunLog.picture = lambda self: None  # takes longer than all the rest of a short run
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if PROGRAM is None:
+        pytest.skip(
+            "needs Chromium"
+        )  # nothing else runs the pages' scripts and styles; their texts have tests without
+    found = Browser(tmp_path_factory.mktemp("profile"))
+    yield found
+    found.close()
 
 
 @pytest.fixture

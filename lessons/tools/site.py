@@ -28,6 +28,7 @@ from xtrain import lesson  # noqa: E402
 FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\\$\w])\$(?!\s)([^$]{1,200}?)(?<!\s)\$(?!\w)", re.S)
 NOT_TEXT = {"code", "pre", "script", "style", "math", "textarea", "svg"}
 SOURCE = re.compile(r"^# \S+\.py$", re.M)  # the first line that lesson.source prints
+VERDICT = re.compile(r"^\d+\.\d+ \w+: (correct|not yet)")  # of lesson.check
 IDENTITY = re.compile(r"[\"'](bench_\w+/[^\"'{}]+)[\"']")
 
 
@@ -113,10 +114,12 @@ def _figures(soup):
 
 
 def _sources(soup):
-    """Highlight printed source, from its first line to the end of the output."""
+    """Highlight printed source, from its first line to the end of the output. Mark the verdicts of checks."""
     for pre in soup.select(".jp-OutputArea-output pre"):
         text = pre.get_text()
         begin = SOURCE.search(text)
+        if VERDICT.match(text):
+            pre["class"] = "verdict"
         if begin:
             code = highlight(text[begin.start() :], PythonLexer(), HtmlFormatter(nowrap=True))
             pre["class"] = "highlight-ipynb library-source"

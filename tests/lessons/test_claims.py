@@ -12,6 +12,7 @@ from xtrain.training.memory_plan import plan
 CLAIMS = [  # lesson, the text with one number, the output with the same number
     ("25", r"all weights need ([\d.]+) GB", r"all weights\n(?:.*\n)*?    in all +([\d.]+) GB\nrank 16"),
     ("25", r"LoRA of rank 16 needs ([\d.]+) GB", r"rank 16\n(?:.*\n)*?    in all +([\d.]+) GB"),
+    ("26", r"the clip ignores (\d+) % of the tokens", r"noise 3 .* ignored tokens +(\d+)%"),
     ("27", r"(\d+) requests are fewer", r"s = (\d+) in the server"),
     ("27", r"Compare it with the (\d+) slots", r", (\d+) slots, "),
     ("28", r"reaches AdamW's loss in (\d+) % of the steps", r"last loss after (\d+) % of the steps"),
