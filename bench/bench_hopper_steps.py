@@ -51,18 +51,18 @@ def no_overlap():
 
     None is in flight during the exponentials.
     """
-    usual = hopper.make_wait
+    usual = hopper.make_wgmma_wait
 
     def clear():
         hopper.make_consumer.cache_clear()
         hopper.make_fwd_kernel.cache_clear()
 
     clear()
-    hopper.make_wait = lambda n, pending: usual(n, 0)
+    hopper.make_wgmma_wait = lambda n, pending: usual(n, 0)
     try:
         yield
     finally:
-        hopper.make_wait = usual
+        hopper.make_wgmma_wait = usual
         clear()
 
 

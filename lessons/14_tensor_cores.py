@@ -42,12 +42,12 @@ from numba import cuda, float32, uint16, uint32
 
 from xtrain import device, lesson, simulator
 from xtrain.kernels.primitives.tensor_cores import (
-    commit_copies,
-    copy16_async,
+    cp_async16,
+    cp_async_commit,
+    cp_async_wait,
     ldmatrix,
     mma_bf16,
     pack_bf16,
-    wait_copies,
 )
 from xtrain.kernels.primitives.tiles import make_chunk_offset
 
@@ -276,10 +276,10 @@ for row in range(4):
 # ## cp.async: copies that bypass the registers
 #
 # How do q and k get into shared memory? A thread could load 16 bytes into registers and store them.
-# `copy16_async(smem, i, x, j, valid)` needs no registers and does not wait. It copies 16 bytes from
+# `cp_async16(smem, i, x, j, valid)` needs no registers and does not wait. It copies 16 bytes from
 # the flat array x, starting at element j, to shared memory, starting at element i (or writes zeros,
-# if not valid). The call only *starts* the copy, and the thread continues. `commit_copies()` closes
-# a group of copies; `wait_copies(n)` waits until at most n of this thread's groups are still in
+# if not valid). The call only *starts* the copy, and the thread continues. `cp_async_commit()` closes
+# a group of copies; `cp_async_wait(n)` waits until at most n of this thread's groups are still in
 # flight. Data copied by *other* threads is visible only after a barrier that follows their wait.
 #
 # ## Exercise 14.3: put it together
@@ -317,7 +317,7 @@ lesson.check("14.3", scores_kernel)
 # <details><summary>Hint 1: the copy</summary>
 #
 # A tile has 16 · 8 = 128 chunks, 4 per lane:
-# `for i in range(4): row, chunk = (32 * i + lane) // 8, lane % 8`. Then `copy16_async(smem,
+# `for i in range(4): row, chunk = (32 * i + lane) // 8, lane % 8`. Then `cp_async16(smem,
 # place64(row, chunk), a, (first + row) * 64 + 8 * chunk, True)`; b goes to `1024 + place64(row,
 # chunk)`. Then commit, wait for all groups (0), and use a barrier.
 #
@@ -354,10 +354,10 @@ def scores_kernel_solution(s, a, b):
     lane, first = cuda.threadIdx.x, cuda.blockIdx.x * 16
     for i in range(4):
         row, chunk = (32 * i + lane) // 8, lane % 8
-        copy16_async(smem, place64(row, chunk), a, (first + row) * 64 + 8 * chunk, True)
-        copy16_async(smem, 1024 + place64(row, chunk), b, row * 64 + 8 * chunk, True)
-    commit_copies()
-    wait_copies(0)
+        cp_async16(smem, place64(row, chunk), a, (first + row) * 64 + 8 * chunk, True)
+        cp_async16(smem, 1024 + place64(row, chunk), b, row * 64 + 8 * chunk, True)
+    cp_async_commit()
+    cp_async_wait(0)
     cuda.syncthreads()
     for n in range(2):
         for j in range(4):
@@ -391,7 +391,7 @@ print("matches the reference to 1e-4:", np.allclose(s, mma_ref(a, b.T), atol=1e-
 # %% [markdown]
 # ## What the simulator finds
 #
-# Without `wait_copies`, the data may or may not have arrived. The simulator treats an element as
+# Without `cp_async_wait`, the data may or may not have arrived. The simulator treats an element as
 # never written until a wait covers its copy. The second kernel below lays out its rows without a
 # swizzle:
 
@@ -400,8 +400,8 @@ print("matches the reference to 1e-4:", np.allclose(s, mma_ref(a, b.T), atol=1e-
 @cuda.jit
 def hasty_kernel(s, a):
     smem = cuda.shared.array(256, uint16)
-    copy16_async(smem, 8 * cuda.threadIdx.x, a, 8 * cuda.threadIdx.x, True)
-    commit_copies()
+    cp_async16(smem, 8 * cuda.threadIdx.x, a, 8 * cuda.threadIdx.x, True)
+    cp_async_commit()
     cuda.syncthreads()  # a barrier alone does not wait for copies
     s[cuda.threadIdx.x] = smem[cuda.threadIdx.x]
 
@@ -412,9 +412,9 @@ def straight_kernel(s, a):
     fa = cuda.local.array(4, uint32)
     for i in range(4):
         chunk = 32 * i + cuda.threadIdx.x
-        copy16_async(smem, 8 * chunk, a, 8 * chunk, True)  # no swizzle: plain row order
-    commit_copies()
-    wait_copies(0)
+        cp_async16(smem, 8 * chunk, a, 8 * chunk, True)  # no swizzle: plain row order
+    cp_async_commit()
+    cp_async_wait(0)
     cuda.syncthreads()
     ldmatrix(fa, smem, (cuda.threadIdx.x & 15) * 64 + 8 * (cuda.threadIdx.x >> 4), 0, 0)
 
@@ -560,7 +560,7 @@ lesson.source(_tiles.make_pack)
 lesson.source(flash_attention_bf16.make_fwd_kernel, part="while n0 + BN > begin")
 
 # %% [markdown]
-# Each iteration has one `wait_copies(0)`, and the next copy starts right after the barrier. The
+# Each iteration has one `cp_async_wait(0)`, and the next copy starts right after the barrier. The
 # same barrier guarantees that all threads have finished reading the stage that is now overwritten.
 #
 # ## What did not help

@@ -425,7 +425,7 @@ lesson.source(last_block.arrive_last)
 # %% [markdown]
 # Where are the fences? In the example above, a `threadfence` precedes the atomic and another one follows it. Each
 # compiles to `MEMBAR.SC`, the strongest fence: it puts all such fences of the whole GPU into a single order, which is
-# not needed here. `atomic_add_in_order` is a single PTX instruction, `atom.acq_rel`: *release* means that everything
+# not needed here. `atomic_add_acq_rel` is a single PTX instruction, `atom.acq_rel`: *release* means that everything
 # written before it is visible to a block that sees the new count; *acquire* means that this block then reads current
 # values. One `MEMBAR.ALL` remains, which waits for the block's own writes.
 #

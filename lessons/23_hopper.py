@@ -41,22 +41,22 @@ from xtrain import lesson, simulator
 from xtrain.kernels.primitives.hopper import (
     acquire_map,
     along_rows,
-    load_tile,
     make_descriptor,
-    make_product,
-    make_wait,
-    mbar_arrive,
-    mbar_expect,
-    mbar_init,
-    mbar_init_fence,
-    mbar_wait,
+    make_wgmma,
+    make_wgmma_wait,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_init_fence,
+    mbarrier_wait,
     shared_base,
+    tma_load,
 )
 
 TILE_BYTES = 64 * 64 * 2  # a tile of 64 rows of 64 numbers in bf16
 Q, K = 1024, 1024 + TILE_BYTES  # byte offsets of the two tiles in exercise 23.1
 STEPS = along_rows(64, TILE_BYTES)  # byte offsets of a tile's slices of 16 columns
-begin_product, wait_for_product = make_product(64, STEPS, STEPS), make_wait(64, 0)
+begin_product, wait_for_product = make_wgmma(64, STEPS, STEPS), make_wgmma_wait(64, 0)
 describe = make_descriptor(TILE_BYTES)
 
 
@@ -99,12 +99,12 @@ print(f"the same, plus the left operand      {(left + right) / 128:.0f}")
 #
 # | threads | call |
 # |---|---|
-# | thread 0 | `mbar_init(base, 1)`: initialize a barrier at shared address `base` for one arrival. `mbar_init_fence()`: make it visible to the copy engine |
+# | thread 0 | `mbarrier_init(base, 1)`: initialize a barrier at shared address `base` for one arrival. `mbarrier_init_fence()`: make it visible to the copy engine |
 # | all | `cuda.syncthreads()`: no thread may wait at the barrier before it is initialized |
 # | thread 0 | `acquire_map(maps, 0)` and `(maps, 1)`: the copy engine reads the current tensor maps |
-# | thread 0 | `mbar_expect(base, n)`: arrive, and announce n bytes |
-# | thread 0 | `load_tile(base + Q, maps, 0, base, 0, 0, 0, 0)`: copy from tensor map 0 to base + Q and count the bytes at the barrier `base`; column, row, head, sequence are 0. The same for k: map 1, to base + K |
-# | all | `mbar_wait(base, 0)`: wait until the barrier's first phase, number 0, has completed |
+# | thread 0 | `mbarrier_arrive_expect_tx(base, n)`: arrive, and announce n bytes |
+# | thread 0 | `tma_load(base + Q, maps, 0, base, 0, 0, 0, 0)`: copy from tensor map 0 to base + Q and count the bytes at the barrier `base`; column, row, head, sequence are 0. The same for k: map 1, to base + K |
+# | all | `mbarrier_wait(base, 0)`: wait until the barrier's first phase, number 0, has completed |
 # | all | `begin_product(acc, describe(base + Q), describe(base + K))`: the 128 threads start q k^T |
 # | all | `wait_for_product(acc)`: wait until acc is complete |
 #
@@ -136,7 +136,7 @@ lesson.check("23.1", warpgroup_kernel)
 # <details><summary>Hint 1: the copies</summary>
 #
 # Use `if thread == 0:` twice: before `cuda.syncthreads()` to initialize the barrier, and after it
-# for two `acquire_map`, one `mbar_expect(base, 2 * TILE_BYTES)` and two `load_tile`.
+# for two `acquire_map`, one `mbarrier_arrive_expect_tx(base, 2 * TILE_BYTES)` and two `tma_load`.
 #
 # </details>
 # <details><summary>Hint 2: the result</summary>
@@ -160,16 +160,16 @@ def warpgroup_kernel_solution(s, maps):
     acc = cuda.local.array(32, float32)
     base, thread = shared_base(), cuda.threadIdx.x
     if thread == 0:
-        mbar_init(base, 1)
-        mbar_init_fence()
+        mbarrier_init(base, 1)
+        mbarrier_init_fence()
     cuda.syncthreads()
     if thread == 0:
         acquire_map(maps, 0)
         acquire_map(maps, 1)
-        mbar_expect(base, 2 * TILE_BYTES)
-        load_tile(base + Q, maps, 0, base, 0, 0, 0, 0)
-        load_tile(base + K, maps, 1, base, 0, 0, 0, 0)
-    mbar_wait(base, 0)
+        mbarrier_arrive_expect_tx(base, 2 * TILE_BYTES)
+        tma_load(base + Q, maps, 0, base, 0, 0, 0, 0)
+        tma_load(base + K, maps, 1, base, 0, 0, 0, 0)
+    mbarrier_wait(base, 0)
     begin_product(acc, describe(base + Q), describe(base + K))
     wait_for_product(acc)
     w, g, t = thread // 32, thread % 32 // 4, thread % 4
@@ -203,16 +203,16 @@ def early_read_kernel(s, maps):
     acc = cuda.local.array(32, float32)
     base = shared_base()
     if cuda.threadIdx.x == 0:
-        mbar_init(base, 1)
-        mbar_init_fence()
+        mbarrier_init(base, 1)
+        mbarrier_init_fence()
     cuda.syncthreads()
     if cuda.threadIdx.x == 0:
         acquire_map(maps, 0)
         acquire_map(maps, 1)
-        mbar_expect(base, 2 * TILE_BYTES)
-        load_tile(base + Q, maps, 0, base, 0, 0, 0, 0)
-        load_tile(base + K, maps, 1, base, 0, 0, 0, 0)
-    mbar_wait(base, 0)
+        mbarrier_arrive_expect_tx(base, 2 * TILE_BYTES)
+        tma_load(base + Q, maps, 0, base, 0, 0, 0, 0)
+        tma_load(base + K, maps, 1, base, 0, 0, 0, 0)
+    mbarrier_wait(base, 0)
     begin_product(acc, describe(base + Q), describe(base + K))
     s[0, cuda.threadIdx.x % 64] = acc[0]  # the product is still in flight
     wait_for_product(acc)
@@ -348,7 +348,7 @@ for stages in (1, 2, 3, 4):
 SLICES, BUFFERS = 3, 2
 SLICE_BYTES = TILE_BYTES + 8 * 64 * 2  # 64 rows of x and 8 rows of w
 FULL, FREE, RING = 0, 8 * BUFFERS, 1024  # byte offsets of the barriers and of the buffers
-add_product, wait_for_sum = make_product(8, STEPS, STEPS, accumulate=True), make_wait(8, 0)
+add_product, wait_for_sum = make_wgmma(8, STEPS, STEPS, accumulate=True), make_wgmma_wait(8, 0)
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -359,10 +359,10 @@ def produce(base, maps):
     for i in range(SLICES):
         b = i % BUFFERS
         full, x = base + FULL + 8 * b, base + RING + SLICE_BYTES * b
-        mbar_wait(base + FREE + 8 * b, (i // BUFFERS + 1) % 2)
-        mbar_expect(full, SLICE_BYTES)
-        load_tile(x, maps, 0, full, 64 * i, 0, 0, 0)
-        load_tile(x + TILE_BYTES, maps, 1, full, 64 * i, 0, 0, 0)
+        mbarrier_wait(base + FREE + 8 * b, (i // BUFFERS + 1) % 2)
+        mbarrier_arrive_expect_tx(full, SLICE_BYTES)
+        tma_load(x, maps, 0, full, 64 * i, 0, 0, 0)
+        tma_load(x + TILE_BYTES, maps, 1, full, 64 * i, 0, 0, 0)
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -371,10 +371,10 @@ def consume(acc, base):
     for i in range(SLICES):
         b = i % BUFFERS
         x = base + RING + SLICE_BYTES * b
-        mbar_wait(base + FULL + 8 * b, i // BUFFERS % 2)
+        mbarrier_wait(base + FULL + 8 * b, i // BUFFERS % 2)
         add_product(acc, describe(x), describe(x + TILE_BYTES))
         wait_for_sum(acc)
-        mbar_arrive(base + FREE + 8 * b)
+        mbarrier_arrive(base + FREE + 8 * b)
 
 
 def make_ring(consume):
@@ -386,9 +386,9 @@ def make_ring(consume):
         base, thread = shared_base(), cuda.threadIdx.x
         if thread == 0:
             for b in range(BUFFERS):
-                mbar_init(base + FULL + 8 * b, 1)
-                mbar_init(base + FREE + 8 * b, 4)
-            mbar_init_fence()
+                mbarrier_init(base + FULL + 8 * b, 1)
+                mbarrier_init(base + FREE + 8 * b, 4)
+            mbarrier_init_fence()
         cuda.syncthreads()
         if thread == 128:
             produce(base, maps)
@@ -433,9 +433,9 @@ def consume_hastily(acc, base):
     for i in range(SLICES):
         b = i % BUFFERS
         x = base + RING + SLICE_BYTES * b
-        mbar_wait(base + FULL + 8 * b, i // BUFFERS % 2)
+        mbarrier_wait(base + FULL + 8 * b, i // BUFFERS % 2)
         add_product(acc, describe(x), describe(x + TILE_BYTES))
-        mbar_arrive(base + FREE + 8 * b)  # too early
+        mbarrier_arrive(base + FREE + 8 * b)  # too early
         wait_for_sum(acc)
 
 

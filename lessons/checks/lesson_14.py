@@ -96,13 +96,13 @@ def place(e):
 
 @exercise(
     "14.3", "scores_kernel",
-    first_step="copy four chunks of a and four of b per lane with copy16_async, then call commit_copies(), wait_copies(0), cuda.syncthreads().",
-    allow=("mma_bf16", "ldmatrix", "copy16_async", "commit_copies", "wait_copies", "place64"),
+    first_step="copy four chunks of a and four of b per lane with cp_async16, then call cp_async_commit(), cp_async_wait(0), cuda.syncthreads().",
+    allow=("mma_bf16", "ldmatrix", "cp_async16", "cp_async_commit", "cp_async_wait", "place64"),
     hints={
-        "UninitializedError": "The kernel reads data that has not arrived yet. Copied data is visible after commit_copies(), wait_copies(0) and, because other "
+        "UninitializedError": "The kernel reads data that has not arrived yet. Copied data is visible after cp_async_commit(), cp_async_wait(0) and, because other "
         "lanes made most of the copies, cuda.syncthreads(). And copy all 16 rows of a and of b: 128 chunks each, four per lane.",
         "UninitializedError in local memory": "mma adds to acc, so initialise acc with zeros; and ldmatrix must fill fa and fb first.",
-        "RaceError": "Other lanes made most of the copies: call cuda.syncthreads() between wait_copies(0) and the first ldmatrix. "
+        "RaceError": "Other lanes made most of the copies: call cuda.syncthreads() between cp_async_wait(0) and the first ldmatrix. "
         "And let one lane copy each chunk.",
         "RaceError in global memory": "Each element of s must be written by one lane: acc[n, i] is s[row * 16 + column], with row = first + g + "
         "8 * (i // 2) and column = 8 * n + 2 * t + i % 2.",

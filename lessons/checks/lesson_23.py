@@ -14,17 +14,17 @@ BYTES = 64 * 64 * 2
     "23.1", "warpgroup_kernel",
     first_step="thread 0 initializes the barrier; then cuda.syncthreads(); then thread 0 expects 2 * TILE_BYTES bytes and starts two copies.",
     allow=(
-        "shared_base", "mbar_init", "mbar_init_fence", "mbar_expect", "mbar_arrive", "mbar_wait", "acquire_map", "load_tile",
+        "shared_base", "mbarrier_init", "mbarrier_init_fence", "mbarrier_arrive_expect_tx", "mbarrier_arrive", "mbarrier_wait", "acquire_map", "tma_load",
         "begin_product", "wait_for_product", "describe",
     ),
     hints={
-        "AsyncError": "Keep the order of the table: cuda.syncthreads() between initializing the barrier and waiting at it, acquire_map before load_tile, mbar_wait(base, 0) before using the tiles, wait_for_product(acc) before using acc.",
-        "DeadlockError": "The phase of a barrier completes when everything it expects has arrived: one arrival (mbar_expect, by thread 0 only) and the "
+        "AsyncError": "Keep the order of the table: cuda.syncthreads() between initializing the barrier and waiting at it, acquire_map before tma_load, mbarrier_wait(base, 0) before using the tiles, wait_for_product(acc) before using acc.",
+        "DeadlockError": "The phase of a barrier completes when everything it expects has arrived: one arrival (mbarrier_arrive_expect_tx, by thread 0 only) and the "
         "bytes of BOTH tiles, 2 * TILE_BYTES. All 128 threads must call begin_product.",
         "CollectiveError": "All 128 threads must call begin_product and wait_for_product: move them outside any `if`.",
-        "UninitializedError": "Data is read before it has arrived: the tiles are complete after mbar_wait(base, 0), acc after wait_for_product(acc). "
+        "UninitializedError": "Data is read before it has arrived: the tiles are complete after mbarrier_wait(base, 0), acc after wait_for_product(acc). "
         "All 128 threads must call begin_product.",
-        "UninitializedError in shared memory": "The tiles are at base + Q and base + K, and are complete after mbar_wait(base, 0).",
+        "UninitializedError in shared memory": "The tiles are at base + Q and base + K, and are complete after mbarrier_wait(base, 0).",
         "RaceError": "Only one thread may initialize the barrier and start the copies: if thread == 0. Put a cuda.syncthreads() between initializing "
         "the barrier and waiting at it.",
         "RaceError in global memory": "Each element of s must be written by one thread: row 16 * w + g + 8 * (i // 2), column 8 * j + 2 * t + i % 2, with "

@@ -11,7 +11,7 @@ import pytest
 from numba import cuda, int32, int64
 
 from xtrain.kernels.primitives.ptx import (
-    atomic_add_in_order,
+    atomic_add_acq_rel,
     atomic_add_release,
     load_acquire,
 )
@@ -374,7 +374,7 @@ def test_an_instruction_orders_its_own_thread_only(releases, acquires):
 
 
 def test_acquire_and_release_in_one_instruction():
-    """The last block by atomic_add_in_order, as in kernels/primitives/last_block.py."""
+    """The last block by atomic_add_acq_rel, as in kernels/primitives/last_block.py."""
 
     @cuda.jit
     def kernel(x, o, counter):
@@ -382,7 +382,7 @@ def test_acquire_and_release_in_one_instruction():
         x[cuda.grid(1)] = 1
         cuda.syncthreads()
         if cuda.threadIdx.x == 0:
-            last[0] = atomic_add_in_order(counter, 0, int32(1)) == cuda.gridDim.x - 1
+            last[0] = atomic_add_acq_rel(counter, 0, int32(1)) == cuda.gridDim.x - 1
         cuda.syncthreads()
         if last[0] and cuda.threadIdx.x == 1:
             for i in range(x.size):
@@ -434,7 +434,7 @@ def interpreter(x, o, flags, counter, code):
             elif what == ACQUIRE:
                 load_acquire(counter, k)
             elif what == BOTH:
-                atomic_add_in_order(flags, k, int32(1))
+                atomic_add_acq_rel(flags, k, int32(1))
         cuda.syncthreads()
 
 

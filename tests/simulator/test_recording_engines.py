@@ -10,23 +10,23 @@ from xtrain.kernels.primitives.hopper import (
     acquire_map,
     along_rows,
     bar_sync,
-    commit_stores,
-    fence_async,
+    fence_proxy_async,
     load_floats,
-    load_row,
-    load_tile,
     make_descriptor,
-    make_product,
-    make_wait,
-    mbar_arrive,
-    mbar_expect,
-    mbar_init,
-    mbar_init_fence,
-    mbar_wait,
+    make_wgmma,
+    make_wgmma_wait,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_init_fence,
+    mbarrier_wait,
     shared_base,
     store_shared,
-    store_tile,
-    wait_stores,
+    tma_load,
+    tma_load_row,
+    tma_store,
+    tma_store_commit,
+    tma_store_wait,
 )
 from xtrain.kernels.primitives.tensor_maps import tensor_maps
 from xtrain.simulator import AsyncError, DeadlockError, KernelError, record, run, sim
@@ -37,7 +37,7 @@ SLOT, SLOT_0 = X_BYTES + W_BYTES, 1024
 SHARED = SLOT_0 + SLOTS * SLOT
 FULL, FREE = 0, 8 * SLOTS
 STEPS = along_rows(64, X_BYTES)
-multiply, wait_for_product = make_product(8, STEPS, STEPS, accumulate=True), make_wait(8, 0)
+multiply, wait_for_product = make_wgmma(8, STEPS, STEPS, accumulate=True), make_wgmma_wait(8, 0)
 describe = make_descriptor(X_BYTES)
 
 
@@ -54,9 +54,9 @@ def make_ring(wait_full=True, early=False, expected=SLOT):
         base, thread = shared_base(), cuda.threadIdx.x
         if thread == 0:
             for slot in range(SLOTS):
-                mbar_init(base + FULL + 8 * slot, 1)
-                mbar_init(base + FREE + 8 * slot, 4)
-            mbar_init_fence()
+                mbarrier_init(base + FULL + 8 * slot, 1)
+                mbarrier_init(base + FREE + 8 * slot, 4)
+            mbarrier_init_fence()
         cuda.syncthreads()
         if thread == 128:
             acquire_map(maps, 0)
@@ -64,10 +64,10 @@ def make_ring(wait_full=True, early=False, expected=SLOT):
             for i in range(SLICES):
                 slot = i % SLOTS
                 full, x = base + FULL + 8 * slot, base + SLOT_0 + SLOT * slot
-                mbar_wait(base + FREE + 8 * slot, (i // SLOTS + 1) % 2)
-                mbar_expect(full, EXPECTED)
-                load_tile(x, maps, 0, full, 64 * i, 0, 0, 0)
-                load_tile(x + X_BYTES, maps, 1, full, 64 * i, 0, 0, 0)
+                mbarrier_wait(base + FREE + 8 * slot, (i // SLOTS + 1) % 2)
+                mbarrier_arrive_expect_tx(full, EXPECTED)
+                tma_load(x, maps, 0, full, 64 * i, 0, 0, 0)
+                tma_load(x + X_BYTES, maps, 1, full, 64 * i, 0, 0, 0)
         elif thread < 128:
             for j in range(4):
                 acc[j] = float32(0.0)
@@ -75,13 +75,13 @@ def make_ring(wait_full=True, early=False, expected=SLOT):
                 slot = i % SLOTS
                 x = base + SLOT_0 + SLOT * slot
                 if WAIT_FULL:
-                    mbar_wait(base + FULL + 8 * slot, i // SLOTS % 2)
+                    mbarrier_wait(base + FULL + 8 * slot, i // SLOTS % 2)
                 multiply(acc, describe(x), describe(x + X_BYTES))
                 if EARLY:
-                    mbar_arrive(base + FREE + 8 * slot)
+                    mbarrier_arrive(base + FREE + 8 * slot)
                 wait_for_product(acc)
                 if not EARLY:
-                    mbar_arrive(base + FREE + 8 * slot)
+                    mbarrier_arrive(base + FREE + 8 * slot)
             row, column = 16 * (thread // 32) + thread % 32 // 4, 2 * (thread % 4)
             for j in range(4):
                 y[row + 8 * (j // 2), column + j % 2] = acc[j]
@@ -218,15 +218,15 @@ def row_kernel(y, maps):
     pair = cuda.local.array(2, float32)
     base, t = shared_base(), cuda.threadIdx.x
     if t == 0:
-        mbar_init(base, 1)
-        mbar_init_fence()
+        mbarrier_init(base, 1)
+        mbarrier_init_fence()
     cuda.syncthreads()
     if t == 0:
         acquire_map(maps, 0)
-        mbar_expect(base, 128)
-        load_row(base + 128, maps, 0, base, 0, 0)
+        mbarrier_arrive_expect_tx(base, 128)
+        tma_load_row(base + 128, maps, 0, base, 0, 0)
     if t != y.size:  # y has 16 elements, or one: then thread 1 does not wait
-        mbar_wait(base, 0)
+        mbarrier_wait(base, 0)
     load_floats(pair, base + 128 + 8 * t)
     if y.size > 1:
         y[t] = pair[0] + pair[1]
@@ -266,20 +266,20 @@ def out_kernel(maps):
     base, t = shared_base(), cuda.threadIdx.x
     for i in range(4):
         store_shared(base + 4 * (t + 64 * i), 0)
-    fence_async()
+    fence_proxy_async()
     bar_sync(1, 64)
     if t == 0:
         acquire_map(maps, 0)
-        store_tile(maps, 0, base, 0, 0, 0, 0)
-        commit_stores()
-        wait_stores()
+        tma_store(maps, 0, base, 0, 0, 0, 0)
+        tma_store_commit()
+        tma_store_wait()
 
 
 def test_a_copy_to_global_memory_reads_until_its_thread_has_waited():
     y = sim(normal(0, 1, 8, 1, 64))
     recording = record(out_kernel, 1, 64, tensor_maps((y, 8)), shared=1024)
     assert recording.error is None and not y.any()
-    (copy,), (ending,) = of(recording, "read", "TMA"), of(recording, "wait_stores")
+    (copy,), (ending,) = of(recording, "read", "TMA"), of(recording, "tma_store_wait")
     assert nbytes(copy) == (0, 1024)
     assert ending.event.ended == [copy.event] and ending.lanes[0][0] == 0
     meeting = of(recording, "bar_sync")

@@ -202,7 +202,7 @@ def test_copies_products_and_mbarriers_are_drawn(browser, tmp_path):
     assert "phase 0 of the mbarrier at byte 0 is complete" in said()
     assert rows()[0].startswith("byte 0: phase 1 expects 1 arrival; warps 0 to 3 wait for phase 0")
     key(browser, "ArrowRight")
-    assert "128 lanes leave mbar_wait: phase 0 of the mbarrier at byte 0 is complete" in said()
+    assert "128 lanes leave mbarrier_wait: phase 0 of the mbarrier at byte 0 is complete" in said()
 
     see(f"go({time('read', 'wgmma')})")
     assert f"128 lanes start a product: wgmma reads bytes {SLOT_0} to {SLOT_0 + SLOT}" in said()

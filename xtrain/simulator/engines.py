@@ -165,8 +165,8 @@ class Engines:
                 k = np.flatnonzero(hidden)[0]
                 old = self.sites[self.write_site[words][k]]
                 text = (
-                    f"an asynchronous engine {does} what threads wrote at {old}: call fence_async "
-                    "in between"
+                    f"an asynchronous engine {does} what threads wrote at {old}: call "
+                    "fence_proxy_async in between"
                 )
                 raise self.error(thread, site, text, old)
 
@@ -265,7 +265,7 @@ class Engines:
         if engine and not barrier.fenced:
             text = (
                 f"the copy engine does not see the mbarrier initialized at {barrier.site}: call "
-                "mbar_init_fence after it"
+                "mbarrier_init_fence after it"
             )
             raise self.error(thread, site, text, barrier.site)
         return barrier
@@ -292,7 +292,8 @@ class Engines:
         for other, phase, _, site in self.copies:
             if other is barrier and phase == barrier.phase:
                 text = (
-                    "a phase of its mbarrier ends before the copy: pass more bytes to mbar_expect"
+                    "a phase of its mbarrier ends before the copy: pass more bytes to "
+                    "mbarrier_arrive_expect_tx"
                 )
                 raise self.error(self.block.threads[0], site, text, barrier.site)
         barrier.phase += 1
@@ -343,18 +344,18 @@ class Engines:
 
     def begin_store(self, thread, site, address, nbytes):
         """Start an asynchronous store. Returns the bytes at `address`, which it reads until
-        wait_stores."""
+        tma_store_wait."""
         first, end = self.span(thread, address, nbytes, site, 16)
         clocks = self.clocks[:, thread.index]
         mark = self.read(thread, first, end, clocks, site, "TMA", (thread.index, NEVER))
         thread.state.setdefault("stores", []).append(mark)
         return self.bytes[4 * first : 4 * end].copy()
 
-    def commit_stores(self, thread):
+    def tma_store_commit(self, thread):
         """cp.async.bulk.commit_group"""
         thread.state.setdefault("store groups", []).append(thread.state.pop("stores", []))
 
-    def wait_stores(self, thread, site):
+    def tma_store_wait(self, thread, site):
         """cp.async.bulk.wait_group.read 0: the stores have read their shared memory."""
         for group in thread.state.pop("store groups", ()):
             for mark in group:
@@ -405,8 +406,8 @@ class Engines:
             reads += [m for group in thread.state.get("store groups", ()) for m in group]
             if reads:
                 text = (
-                    "the block ends while the copy reads its shared memory: call commit_stores and "
-                    "wait_stores"
+                    "the block ends while the copy reads its shared memory: call tma_store_commit "
+                    "and tma_store_wait"
                 )
                 raise self.error(thread, reads[0][1], text)
         for group, first in zip(self.groups, self.block.threads[::32]):

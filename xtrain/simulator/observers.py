@@ -72,8 +72,8 @@ class Observer:
     def signalled(
         self, thread: Thread, barrier: Any, site: Any, arrivals: int, nbytes: int
     ) -> None:
-        """A thread changes how many arrivals and bytes an mbarrier still expects: mbar_init,
-        mbar_expect, mbar_arrive."""
+        """A thread changes how many arrivals and bytes an mbarrier still expects: mbarrier_init,
+        mbarrier_arrive_expect_tx, mbarrier_arrive."""
 
     def waited(self, thread: Thread, barrier: Any, site: Any, phase: int) -> None:
         """thread leaves its wait for this phase of an mbarrier. -1: the phase before the first."""

@@ -35,7 +35,7 @@ WAITS = "waits"  # a thread that did not leave a barrier or a warp function
 RUN = "run"
 PRODUCT_ENDS = "product ends"
 # The copy engine reads the tensor map, not the thread.
-_COPY = re.compile(r"(?:\w+\.)*(?:load|store)_(?:tile|row)\(")
+_COPY = re.compile(r"(?:\w+\.)*tma_(?:load|load_row|store)\(")
 WARPS = WARPGROUP // 32
 SHOWN = (np.generic, int, float, Array)  # types of local variables
 MOST_LOCAL = 16  # elements of a local array
@@ -355,7 +355,7 @@ class Recording(Observer):
         now = self._blocks.get(thread.block)
         if now is None or self._full(now):
             return
-        if arrivals > 0:  # mbar_init, which was recorded as a write
+        if arrivals > 0:  # mbarrier_init, which was recorded as a write
             now.events[thread.index].pop()
         now.begin(RUN)
         mbarrier = barrier.address - BASE, arrivals, nbytes

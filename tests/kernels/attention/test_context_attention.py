@@ -284,7 +284,7 @@ PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line, dt
     (
         file,
         "make_copy_keys",
-        "        commit_copies()\n        return worst",
+        "        cp_async_commit()\n        return worst",
         "        return worst",
         BF16,
         16,

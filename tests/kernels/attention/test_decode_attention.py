@@ -462,7 +462,7 @@ def invalid_block_is_noticed(dtype):
 
 BUGS = [
     (
-        "atomic_add_in_order(counters, i, int32(1))",
+        "atomic_add_acq_rel(counters, i, int32(1))",
         "cuda.atomic.add(counters, i, 1)",
         "race between blocks",
     ),

@@ -83,10 +83,10 @@ def test_nothing_planted(planted):
 
 BUGS = {
     # waits and barriers
-    "tile not waited for": (FWD, "            wait_copies(0)\n            cuda.syncthreads()  # this", "            cuda.syncthreads()  # this", UninitializedError),
-    "no barrier before the next tile": (FWD, "            wait_copies(0)\n            cuda.syncthreads()  # this", "            wait_copies(0)  # this", KernelError),
-    "one copy too many in flight": (BWD, "        while n0 < end:\n            wait_copies(0)", "        while n0 < end:\n            wait_copies(1)", UninitializedError),
-    "copies not committed": ("primitives.tiles", "stride, valid)\n        commit_copies()", "stride, valid)", UninitializedError),
+    "tile not waited for": (FWD, "            cp_async_wait(0)\n            cuda.syncthreads()  # this", "            cuda.syncthreads()  # this", UninitializedError),
+    "no barrier before the next tile": (FWD, "            cp_async_wait(0)\n            cuda.syncthreads()  # this", "            cp_async_wait(0)  # this", KernelError),
+    "one copy too many in flight": (BWD, "        while n0 < end:\n            cp_async_wait(0)", "        while n0 < end:\n            cp_async_wait(1)", UninitializedError),
+    "copies not committed": ("primitives.tiles", "stride, valid)\n        cp_async_commit()", "stride, valid)", UninitializedError),
     "next tile into this one's place": (FWD, "copy_kv(smem, other, k,", "copy_kv(smem, now, k,", KernelError),
     "rows stored before they are complete": ("primitives.tiles", "        cuda.syncwarp()  # the rows are complete\n", "", RaceError),
     "statistics of the other stage": (BWD, "weights(s, stats, now // 2 + LSE", "weights(s, stats, other // 2 + LSE", KernelError),

@@ -252,8 +252,8 @@ def run_small(norm):
     [
         ("make_product", "cuda.syncthreads()  # x and the first", "pass  # x and the first", False),
         ("make_product", "cuda.syncthreads()  # the next piece", "pass  # the next piece", False),
-        ("make_product", "wait_copies(AFTER_NEXT)", "pass", False),
-        ("make_product", "wait_copies(AFTER_FIRST)", "pass", False),
+        ("make_product", "cp_async_wait(AFTER_NEXT)", "pass", False),
+        ("make_product", "cp_async_wait(AFTER_FIRST)", "pass", False),
         ("make_product", "AFTER_NEXT = STAGES - 2", "AFTER_NEXT = STAGES - 1", False),
         ("make_product", "copy_piece(smem, this_piece,", "copy_piece(smem, piece,", False),
         ("make_stage_norm", "cuda.syncthreads()  # all sums", "pass  # all sums", True),

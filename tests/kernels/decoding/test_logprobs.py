@@ -154,7 +154,7 @@ def test_bad_input():
 # ----------------------------------------------------------------------------- planted bugs
 BARRIER = "cuda.syncthreads()\n"
 BUGS = [
-    (last_block, "arrive_last", "atomic_add_in_order(counters, i, int32(1))", "cuda.atomic.add(counters, i, 1)"),
+    (last_block, "arrive_last", "atomic_add_acq_rel(counters, i, int32(1))", "cuda.atomic.add(counters, i, 1)"),
     (last_block, "arrive_last", "    cuda.syncthreads()  # the block's writes come before thread 0's addition\n", ""),
     (last_block, "arrive_last", "            cuda.atomic.exch(counters, i, 0)", "            pass"),
     (logprobs, "make_score_kernel", "arrive_last(counters, row, cuda.gridDim.x, last_s)", "s == 0"),

@@ -343,7 +343,7 @@ RACES = [
     (SEARCH, "make_top_kernel", "arrive_last(counters, b, blocks, last_s)", "s == blocks - 1", {}),
     (KERNELS, "make_weigh_kernel", "arrive_last(counters, b, cuda.gridDim.x, last_s)", "cuda.blockIdx.x == 0", {}),
     (KERNELS, "make_weigh_kernel", BARRIER + "        add_bins", "pass\n        add_bins", {}),
-    (LAST, "arrive_last", "atomic_add_in_order(counters, i, int32(1))", "cuda.atomic.add(counters, i, 1)", {}),
+    (LAST, "arrive_last", "atomic_add_acq_rel(counters, i, int32(1))", "cuda.atomic.add(counters, i, 1)", {}),
 ]  # fmt: skip
 
 

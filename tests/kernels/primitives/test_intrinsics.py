@@ -22,10 +22,10 @@ def test_every_intrinsic_is_simulated(module, at_least):
 
 
 def test_made_intrinsics_are_simulated():
-    product = hopper.make_product(64, None, hopper.along_rows(64, 8192))
+    product = hopper.make_wgmma(64, None, hopper.along_rows(64, 8192))
     for made in (
         product,
-        hopper.make_wait(64, 0),
+        hopper.make_wgmma_wait(64, 0),
         hopper.make_hold(64),
         hopper.make_setmaxnreg(24, False),
     ):
@@ -37,7 +37,9 @@ def test_name_and_source_are_those_of_the_description():
     assert tensor_cores.mma_bf16.__qualname__ == "mma_bf16"
     assert tensor_cores.mma_bf16.__module__ == tensor_cores.__name__
     assert "C (16, 8) float32" in tensor_cores.mma_bf16.__doc__
-    names = {hopper.make_wait(n, pending).__qualname__ for n in (64, 128) for pending in (0, 1)}
+    names = {
+        hopper.make_wgmma_wait(n, pending).__qualname__ for n in (64, 128) for pending in (0, 1)
+    }
     assert len(names) == 4
 
 
@@ -48,8 +50,8 @@ def test_types():
     assert signature == types.void(array, types.int32, types.float32)
     signature, _ = tensor_cores.pack_bf16._defn(None, types.float32, types.int64)
     assert signature == types.uint32(types.float32, types.float32)
-    assert tensor_cores.wait_copies._defn(None, types.int64) is None
-    signature, _ = tensor_cores.wait_copies._defn(None, types.IntegerLiteral(2))
+    assert tensor_cores.cp_async_wait._defn(None, types.int64) is None
+    signature, _ = tensor_cores.cp_async_wait._defn(None, types.IntegerLiteral(2))
     assert signature.args == (types.IntegerLiteral(2),)
 
 

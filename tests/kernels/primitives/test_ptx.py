@@ -10,9 +10,10 @@ from checks import GPU, normal, rng, to_host, to_kernel
 
 from xtrain.kernels.primitives.ptx import kernel, load1, load8, store1, store8
 from xtrain.kernels.primitives.tensor_cores import (
-    commit_copies,
-    copy4_async,
-    copy16_async,
+    cp_async4,
+    cp_async16,
+    cp_async_commit,
+    cp_async_wait,
     exp2,
     fmax,
     high_bf16,
@@ -28,7 +29,6 @@ from xtrain.kernels.primitives.tensor_cores import (
     store16_shared,
     store_pair_shared,
     transpose_pairs,
-    wait_copies,
     warp_id,
 )
 from xtrain.kernels.runtime.compiler import cuda, float32, int32, uint16, uint32
@@ -229,18 +229,18 @@ def make_copies_kernel(wait=True, commit=True, barrier=True):
         """The second group may still be in flight when y is written. Threads read what others have copied."""
         smem, stats = cuda.shared.array(1024, uint16), cuda.shared.array(64, float32)
         registers, tid = cuda.local.array(4, uint32), cuda.threadIdx.x
-        copy16_async(smem, 8 * tid, x, 8 * tid, tid < 60)  # 60 and beyond: zeros
+        cp_async16(smem, 8 * tid, x, 8 * tid, tid < 60)  # 60 and beyond: zeros
         if commit:
-            commit_copies()
-        copy4_async(stats, tid, f, tid, tid != 7)
-        commit_copies()
+            cp_async_commit()
+        cp_async4(stats, tid, f, tid, tid != 7)
+        cp_async_commit()
         if wait:
-            wait_copies(1)
+            cp_async_wait(1)
         if barrier:
             cuda.syncthreads()
         load16_shared(registers, smem, 8 * (63 - tid))
         store16(y, 8 * tid, registers)
-        wait_copies(0)
+        cp_async_wait(0)
         cuda.syncthreads()
         z[tid] = stats[63 - tid]
 
@@ -271,7 +271,7 @@ def test_copies_without_waiting_are_reported():
 
 @simulated
 def test_one_group_instead_of_two():
-    """Without the first commit both copies are one group, which wait_copies(1) does not wait for."""
+    """Without the first commit both copies are one group, which cp_async_wait(1) does not wait for."""
     with pytest.raises(UninitializedError):
         run_copies(commit=False)
 
@@ -284,7 +284,7 @@ def test_a_copy_over_data_in_use_is_reported():
         smem[tid] = uint16(tid)
         cuda.syncthreads()
         x[tid] = smem[63 - tid]
-        copy16_async(smem, 8 * int32(tid), x, 8 * int32(tid), tid < 8)
+        cp_async16(smem, 8 * int32(tid), x, 8 * int32(tid), tid < 8)
 
     with pytest.raises(RaceError):
         launch(overwrite_kernel, 1, 64, to_kernel(np.zeros(64, np.uint16)))

@@ -6,7 +6,12 @@ import pytest
 from checks import normal, to_host, to_kernel
 
 from xtrain.kernels.primitives.ptx import kernel
-from xtrain.kernels.primitives.tensor_cores import commit_copies, high_bf16, low_bf16, wait_copies
+from xtrain.kernels.primitives.tensor_cores import (
+    cp_async_commit,
+    cp_async_wait,
+    high_bf16,
+    low_bf16,
+)
 from xtrain.kernels.primitives.tiles import (
     WIDTHS,
     make_add_product,
@@ -49,8 +54,8 @@ def make_round_trip_kernel(D):
         acc, fa = cuda.local.array((1, ND, 4), float32), cuda.local.array((KS, 1, 4), uint32)
         warp = cuda.threadIdx.x // 32
         copy_tile(smem, 0, x, first, stride, valid)
-        commit_copies()
-        wait_copies(0)
+        cp_async_commit()
+        cp_async_wait(0)
         cuda.syncthreads()
         load_rows(fa, smem, 16 * warp * D)
         for k in range(KS):
@@ -101,7 +106,7 @@ def make_product_kernel(D, MT, NT, REGISTERS):
         fa, three = cuda.local.array((KS, MT, 4), uint32), cuda.local.array((MT, 2), float32)
         copy_a(smem, 0, a, 0, D, A)
         copy_two(smem, A * D, b, 0, D, c, 0, D, B)
-        wait_copies(0)
+        cp_async_wait(0)
         cuda.syncthreads()
         if REGISTERS:
             load_rows(fa, smem, 0)

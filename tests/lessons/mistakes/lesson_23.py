@@ -1,11 +1,11 @@
 """Typical mistakes, planted in the solutions of lesson 23: (exercise, old, new, words of the answer)."""
 
 MISTAKES = [
-    ("23.1", "    mbar_wait(base, 0)\n", "", "mbar_wait(base, 0)"),
+    ("23.1", "    mbarrier_wait(base, 0)\n", "", "mbarrier_wait(base, 0)"),
     ("23.1", "    wait_for_product(acc)\n", "", "wait_for_product(acc)"),
-    ("23.1", "mbar_expect(base, 2 * TILE_BYTES)", "mbar_expect(base, TILE_BYTES)", "mbar_"),
-    ("23.1", "mbar_expect(base, 2 * TILE_BYTES)", "mbar_expect(base, 3 * TILE_BYTES)", "2 * TILE_BYTES"),
-    ("23.1", "        mbar_expect(base, 2 * TILE_BYTES)\n", "", "mbar_expect"),
+    ("23.1", "mbarrier_arrive_expect_tx(base, 2 * TILE_BYTES)", "mbarrier_arrive_expect_tx(base, TILE_BYTES)", "mbarrier_"),
+    ("23.1", "mbarrier_arrive_expect_tx(base, 2 * TILE_BYTES)", "mbarrier_arrive_expect_tx(base, 3 * TILE_BYTES)", "2 * TILE_BYTES"),
+    ("23.1", "        mbarrier_arrive_expect_tx(base, 2 * TILE_BYTES)\n", "", "mbarrier_arrive_expect_tx"),
     ("23.1", "    cuda.syncthreads()\n", "", "cuda.syncthreads()"),
     ("23.1", "describe(base + Q), describe(base + K)", "describe(base + K), describe(base + Q)", "This is k q^T"),
     ("23.1", "describe(base + Q), describe(base + K)", "describe(base + Q), describe(base + Q)", "This is q q^T"),
@@ -20,5 +20,5 @@ MISTAKES = [
 ]  # fmt: skip
 
 RIGHT = [  # unusual but correct
-    ("23.1", "        mbar_init(base, 1)\n", "        mbar_init(base, 2)\n        mbar_arrive(base)\n"),
+    ("23.1", "        mbarrier_init(base, 1)\n", "        mbarrier_init(base, 2)\n        mbarrier_arrive(base)\n"),
 ]  # fmt: skip

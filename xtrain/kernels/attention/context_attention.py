@@ -49,7 +49,7 @@ from ..decoding.kv_cache import (
 from ..decoding.padding import check_lengths
 from ..primitives.flat import on_16_bytes
 from ..primitives.ptx import device, kernel, store1
-from ..primitives.tensor_cores import commit_copies, copy16_async, opaque, wait_copies, warp_id
+from ..primitives.tensor_cores import cp_async16, cp_async_commit, cp_async_wait, opaque, warp_id
 from ..primitives.tiles import (
     CHUNK,
     WIDTHS,
@@ -294,9 +294,9 @@ def make_copy_keys(D, S, BN, THREADS):
             worst = max(mine, worst)
             source = start_of(mine, n0 + row, pages) + chunk * CHUNK
             at = to + chunk_offset(row, chunk)
-            copy16_async(smem, at, k, source, inside)
-            copy16_async(smem, at + BN * D, v, source, inside)
-        commit_copies()
+            cp_async16(smem, at, k, source, inside)
+            cp_async16(smem, at + BN * D, v, source, inside)
+        cp_async_commit()
         return worst >= pages.blocks
 
     return entry_for, copy_keys
@@ -381,13 +381,13 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
         entry = entry_for(pages, n0)
         invalid = copy_keys(smem, KV, k, v, entry, pages, n0, end - n0)
         if Q_REGISTERS:
-            wait_copies(0)
+            cp_async_wait(0)
             cuda.syncthreads()
             load_rows(fq, smem, mine)
         now = int32(KV)
         while n0 + BN > begin:
             entry = entry_for(pages, n0 - BN if n0 > 0 else 0)  # arrives during the wait
-            wait_copies(0)
+            cp_async_wait(0)
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
             other = int32(2 * KV + STAGE - now)
             if n0 > begin:

@@ -47,8 +47,9 @@ from ..primitives.hopper import bar_sync
 from ..primitives.ptx import device, kernel, let_next_start, store1, wait_for_previous
 from ..primitives.reduce import FULL, NEG_INF
 from ..primitives.tensor_cores import (
-    commit_copies,
-    copy16_async,
+    cp_async16,
+    cp_async_commit,
+    cp_async_wait,
     exp2,
     fmax,
     ldmatrix,
@@ -58,7 +59,6 @@ from ..primitives.tensor_cores import (
     store16,
     store16_shared,
     store_pair_shared,
-    wait_copies,
     warp_id,
 )
 from ..primitives.tiles import CHUNK, make_chunk_offset, make_left_lane, make_scores
@@ -188,8 +188,8 @@ def make_tiles(D, S, WINDOW):
                 inside = key < item.t and key >= item.lo
                 to = target + (16 * i + 8 * half) * D
                 at = source + 8 * half * D
-                copy16_async(smem, to, k, at, inside)
-                copy16_async(smem, to + BN * D, v, at, inside)
+                cp_async16(smem, to, k, at, inside)
+                cp_async16(smem, to + BN * D, v, at, inside)
 
     @device
     def exist(entries, pages):
@@ -458,7 +458,7 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
             look_up(entries, pages, n0, item)
         while number < end or turn < copied:
             if turn >= 0:
-                wait_copies(AHEAD)
+                cp_async_wait(AHEAD)
                 bar_sync(2, ALL)  # the tile has arrived, and the one before has been read
             if number < end:
                 stage = copied % STAGES
@@ -478,7 +478,7 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
                         n0 = int32(item.t // BN * BN)
                 if number < end:
                     look_up(entries, pages, n0, item)
-            commit_copies()
+            cp_async_commit()
             turn = int32(turn + 1)
 
     @device

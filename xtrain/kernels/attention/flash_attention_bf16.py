@@ -36,7 +36,7 @@ import math
 
 from ..primitives.ptx import device, kernel, store1
 from ..primitives.reduce import FULL
-from ..primitives.tensor_cores import exp2, fmax, log2, wait_copies, warp_id
+from ..primitives.tensor_cores import cp_async_wait, exp2, fmax, log2, warp_id
 from ..primitives.tiles import (
     make_add_product,
     make_copy,
@@ -267,12 +267,12 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         at_v = (b * S + n0) * v_row + head
         copy_kv(smem, KV, k, at_k, k_row, v, at_v, v_row, S - n0)
         if Q_REGISTERS:
-            wait_copies(0)
+            cp_async_wait(0)
             cuda.syncthreads()
             load_rows(fq, smem, mine)
         now = int32(KV)
         while n0 + BN > begin:
-            wait_copies(0)
+            cp_async_wait(0)
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
             other = int32(2 * KV + STAGE - now)
             if n0 > begin:

@@ -21,12 +21,12 @@ from ...device import Array
 from ..primitives.ptx import device, kernel, load1, load8, store1
 from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import (
-    commit_copies,
-    copy4_async,
+    cp_async4,
+    cp_async_commit,
+    cp_async_wait,
     exp2,
     load2_shared,
     opaque,
-    wait_copies,
     warp_id,
 )
 from ..primitives.tiles import (
@@ -192,7 +192,7 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         now = int32(KV)
         other = int32(KV + STAGE)
         while n0 < end:
-            wait_copies(0)
+            cp_async_wait(0)
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
             if n0 + BN < end:
                 n = n0 + BN
@@ -254,10 +254,10 @@ def make_copy_queries(D, BM, THREADS):
         at = stage // 2 + BM * D
         i = (b * H + h) * T + t0
         if tid < BM:
-            copy4_async(stats, at + tid, queries.lse, i + tid, tid < valid)
+            cp_async4(stats, at + tid, queries.lse, i + tid, tid < valid)
         elif tid < 2 * BM:
-            copy4_async(stats, at + tid, queries.delta, i + tid - BM, tid - BM < valid)
-        commit_copies()
+            cp_async4(stats, at + tid, queries.delta, i + tid - BM, tid - BM < valid)
+        cp_async_commit()
 
     return copy_queries
 
@@ -438,7 +438,7 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         queries = Queries(q, do, lse, delta, T, H, q_row)
         copy_queries(smem, stats, now, queries, b, h, t0)
         while h < end:
-            wait_copies(0)
+            cp_async_wait(0)
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
             next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < stop else (int32(h + 1), first)
             if next_h < end:

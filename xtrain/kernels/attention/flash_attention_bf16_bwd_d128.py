@@ -22,12 +22,12 @@ import functools
 
 from ..primitives.ptx import device, kernel
 from ..primitives.tensor_cores import (
+    cp_async_wait,
     high_bf16,
     load16_shared,
     low_bf16,
     pack_bf16,
     store16_shared,
-    wait_copies,
     warp_id,
 )
 from ..primitives.tiles import (
@@ -180,7 +180,7 @@ def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         queries = Queries(q, do, lse, delta, T, H, q_row)
         copy_queries(smem, stats, now, queries, b, h, t0)
         while True:
-            wait_copies(0)
+            cp_async_wait(0)
             # this tile and P^T of the previous one have arrived; all left the oldest
             cuda.syncthreads()
             next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < stop else (int32(h + 1), first)

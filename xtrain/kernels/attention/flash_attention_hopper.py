@@ -31,11 +31,11 @@ from ..primitives.hopper import (
     down_rows,
     make_descriptor,
     make_hold,
-    make_product,
     make_setmaxnreg,
-    make_wait,
-    mbar_arrive,
-    mbar_wait,
+    make_wgmma,
+    make_wgmma_wait,
+    mbarrier_arrive,
+    mbarrier_wait,
     shared_base,
 )
 from ..primitives.ptx import device, kernel, let_next_start, store1, wait_for_previous
@@ -175,11 +175,11 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
     K_FREE = layout.k_free
     V_FULL = layout.v_full
     V_FREE = layout.v_free
-    scores = make_product(BN, along_rows(D, Q_PANEL), along_rows(D, KV_PANEL))
-    add_pv = make_product(D, None, down_rows(BN), b_rows=True, accumulate=True)
-    wait_s_but_one = make_wait(BN, 1)
-    wait_s = make_wait(BN, 0)
-    wait_o = make_wait(D, 0)
+    scores = make_wgmma(BN, along_rows(D, Q_PANEL), along_rows(D, KV_PANEL))
+    add_pv = make_wgmma(D, None, down_rows(BN), b_rows=True, accumulate=True)
+    wait_s_but_one = make_wgmma_wait(BN, 1)
+    wait_s = make_wgmma_wait(BN, 0)
+    wait_o = make_wgmma_wait(D, 0)
     hold_s = make_hold(BN)
     descriptor = make_descriptor(KV_PANEL)
     key_blocks, first_block, row_bounds = make_keys(BM, BN, CAUSAL, KIND)
@@ -267,27 +267,27 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
             begin(o, top, total)
             stage = it % STAGES
             phase = (it // STAGES) & 1
-            mbar_wait(base + K_FULL + 8 * stage, phase)
+            mbarrier_wait(base + K_FULL + 8 * stage, phase)
             scores(s, q, descriptor(base + K + stage * RING))
             wait_s(s)
-            mbar_arrive(base + K_FREE + 8 * stage)
+            mbarrier_arrive(base + K_FREE + 8 * stage)
             hide_after(s, (row + past if CAUSAL else S - 1) - n0 - column, ROW_STEP)
             if KIND != 0 and n0 < max_lo:
                 hide_below(s, lo, n0 + column)
             softmax(s, top, total, shrink, scale)
             pack(p, s)
-            mbar_wait(base + V_FULL + 8 * stage, phase)
+            mbarrier_wait(base + V_FULL + 8 * stage, phase)
             for _ in range(begin_block + 1, blocks):
                 before = stage
                 it += uint32(1)
                 n0 = int32(n0 - BN)
                 stage = it % STAGES
                 phase = (it // STAGES) & 1
-                mbar_wait(base + K_FULL + 8 * stage, phase)
+                mbarrier_wait(base + K_FULL + 8 * stage, phase)
                 scores(s, q, descriptor(base + K + stage * RING))
                 add_pv(o, p, descriptor(base + V + before * RING))
                 wait_s_but_one(s)
-                mbar_arrive(base + K_FREE + 8 * stage)
+                mbarrier_arrive(base + K_FREE + 8 * stage)
                 if CAUSAL and n0 + BN - 1 > w0 + past:
                     hide_after(s, row + past - n0 - column, ROW_STEP)
                 if KIND != 0 and n0 < max_lo:
@@ -295,15 +295,15 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
                 softmax(s, top, total, shrink, scale)
                 hold_s(s)
                 # this wait also keeps the compiler from moving wait_o before the exponentials
-                mbar_wait(base + V_FULL + 8 * stage, phase)
+                mbarrier_wait(base + V_FULL + 8 * stage, phase)
                 wait_o(o)
-                mbar_arrive(base + V_FREE + 8 * before)
+                mbarrier_arrive(base + V_FREE + 8 * before)
                 rescale(o, shrink)
                 pack(p, s)
             free_tile(base, done)
             add_pv(o, p, descriptor(base + V + stage * RING))
             wait_o(o)
-            mbar_arrive(base + V_FREE + 8 * stage)
+            mbarrier_arrive(base + V_FREE + 8 * stage)
             it += uint32(1)
             done += uint32(1)
 

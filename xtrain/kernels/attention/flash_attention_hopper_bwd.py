@@ -29,11 +29,11 @@ from ..primitives.hopper import (
     down_rows,
     make_descriptor,
     make_hold,
-    make_product,
     make_setmaxnreg,
-    make_wait,
-    mbar_arrive,
-    mbar_wait,
+    make_wgmma,
+    make_wgmma_wait,
+    mbarrier_arrive,
+    mbarrier_wait,
     shared_base,
 )
 from ..primitives.ptx import device, kernel, let_next_start, load1, load8, store1, wait_for_previous
@@ -185,11 +185,11 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
     K_FREE = layout.k_free
     V_FULL = layout.v_full
     V_FREE = layout.v_free
-    scores = make_product(BN, along_rows(D, Q_PANEL), along_rows(D, KV_PANEL))
-    add_ds_k = make_product(D, None, down_rows(BN), b_rows=True, accumulate=True)
-    wait_s_but_one = make_wait(BN, 1)
-    wait_s = make_wait(BN, 0)
-    wait_dq = make_wait(D, 0)
+    scores = make_wgmma(BN, along_rows(D, Q_PANEL), along_rows(D, KV_PANEL))
+    add_ds_k = make_wgmma(D, None, down_rows(BN), b_rows=True, accumulate=True)
+    wait_s_but_one = make_wgmma_wait(BN, 1)
+    wait_s = make_wgmma_wait(BN, 0)
+    wait_dq = make_wgmma_wait(D, 0)
     hold_s = make_hold(BN)
     descriptor = make_descriptor(KV_PANEL)
     key_blocks, first_block, row_bounds = make_keys(BM, BN, CAUSAL, KIND)
@@ -260,13 +260,13 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
             for i in range(blocks - begin):
                 stage = it % STAGES
                 phase = (it // STAGES) & 1
-                mbar_wait(base + K_FULL + 8 * stage, phase)
+                mbarrier_wait(base + K_FULL + 8 * stage, phase)
                 scores(s, q, descriptor(base + K + stage * RING))
-                mbar_wait(base + V_FULL + 8 * stage, phase)
+                mbarrier_wait(base + V_FULL + 8 * stage, phase)
                 scores(dp, do, descriptor(base + V + stage * RING))
                 wait_s_but_one(s)  # and the dQ product of the previous key block
                 if i > 0:
-                    mbar_arrive(base + K_FREE + 8 * before)
+                    mbarrier_arrive(base + K_FREE + 8 * before)
                 if n0 + BN - 1 > (w0 + past if CAUSAL else S - 1):
                     hide_after(s, (row + past if CAUSAL else S - 1) - n0 - column, ROW_STEP)
                 if KIND != 0 and n0 < max_lo:
@@ -275,9 +275,9 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
                 hold_s(s)
                 # already complete: it keeps the compiler from moving the wait before the
                 # exponentials
-                mbar_wait(base + V_FULL + 8 * stage, phase)
+                mbarrier_wait(base + V_FULL + 8 * stage, phase)
                 wait_s(dp)
-                mbar_arrive(base + V_FREE + 8 * stage)
+                mbarrier_arrive(base + V_FREE + 8 * stage)
                 score_gradients(s, dp, drop)
                 pack(ds, s)
                 add_ds_k(dq, ds, descriptor(base + K + stage * RING))
@@ -286,7 +286,7 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
                 n0 = int32(n0 - BN)
             free_tile(base, done)
             wait_dq(dq)
-            mbar_arrive(base + K_FREE + 8 * before)
+            mbarrier_arrive(base + K_FREE + 8 * before)
             done += uint32(1)
             shift[0], shift[1] = scale, scale
             store(base, dq, shift, maps, warp, w0, bh, H)

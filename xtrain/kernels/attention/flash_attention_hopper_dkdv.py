@@ -19,17 +19,17 @@ from ..primitives.hopper import (
     bar_sync,
     down_rows,
     load_floats,
-    load_row,
-    load_tile,
     make_descriptor,
     make_hold,
-    make_product,
     make_setmaxnreg,
-    make_wait,
-    mbar_arrive,
-    mbar_expect,
-    mbar_wait,
+    make_wgmma,
+    make_wgmma_wait,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_wait,
     shared_base,
+    tma_load,
+    tma_load_row,
 )
 from ..primitives.ptx import device, kernel, wait_for_previous
 from ..primitives.tensor_cores import exp2, opaque, warp_id
@@ -151,21 +151,21 @@ def make_query_producer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
 
     @device
     def load_own(to, full, maps, n0, g, b):
-        mbar_expect(full, 2 * TILE_BYTES)
+        mbarrier_arrive_expect_tx(full, 2 * TILE_BYTES)
         for p in range(PANELS):
-            load_tile(to + K + p * OWN_PANEL, maps, 1, full, PANEL * p, n0, g, b)
-            load_tile(to + V + p * OWN_PANEL, maps, 2, full, PANEL * p, n0, g, b)
+            tma_load(to + K + p * OWN_PANEL, maps, 1, full, PANEL * p, n0, g, b)
+            tma_load(to + V + p * OWN_PANEL, maps, 2, full, PANEL * p, n0, g, b)
 
     @device
     def load_stage(base, stage, maps, m0, h, b, plane):
         full = base + STAGE_FULL + 8 * stage
         q, do = base + Q + stage * RING, base + DO + stage * RING
-        mbar_expect(full, 2 * RING + STATS)
+        mbarrier_arrive_expect_tx(full, 2 * RING + STATS)
         for p in range(PANELS):
-            load_tile(q + p * RING_PANEL, maps, 0, full, PANEL * p, m0, h, b)
-        load_row(base + ROWS + stage * STATS, maps, STATISTICS, full, 2 * m0, plane)
+            tma_load(q + p * RING_PANEL, maps, 0, full, PANEL * p, m0, h, b)
+        tma_load_row(base + ROWS + stage * STATS, maps, STATISTICS, full, 2 * m0, plane)
         for p in range(PANELS):
-            load_tile(do + p * RING_PANEL, maps, 3, full, PANEL * p, m0, h, b)
+            tma_load(do + p * RING_PANEL, maps, 3, full, PANEL * p, m0, h, b)
 
     @device
     def produce(base, maps, last, counter, T, S, B, G, group, together):
@@ -193,14 +193,14 @@ def make_query_producer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
                 m0 = first
                 while opaque(m0) < stop:
                     stage = it % STAGES
-                    mbar_wait(base + STAGE_FREE + 8 * stage, ((it // STAGES) & 1) ^ 1)
+                    mbarrier_wait(base + STAGE_FREE + 8 * stage, ((it // STAGES) & 1) ^ 1)
                     load_stage(base, stage, maps, m0, h, b, before + h)
                     it += uint32(1)
                     m0 = int32(m0 + BM)
                 h = int32(h + 1)
             done += uint32(1)
             tile = next_tile(counter)
-        mbar_expect(offer_tile(base, done, tile) + TILE_FULL, 0)
+        mbarrier_arrive_expect_tx(offer_tile(base, done, tile) + TILE_FULL, 0)
         leave(counter)
         wait_for_previous()  # a kernel that waits for this one must also wait for dQ
 
@@ -260,10 +260,10 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
     DO = layout.do
     ROWS = layout.statistics
     STAGE_FULL, STAGE_FREE = layout.full, layout.free
-    scores = make_product(BM, along_rows(D, KV_PANEL), along_rows(D, Q_PANEL))
-    add = make_product(D, None, down_rows(BM), b_rows=True, accumulate=True)
-    wait_s = make_wait(BM, 1)
-    wait_out = make_wait(D, 0)
+    scores = make_wgmma(BM, along_rows(D, KV_PANEL), along_rows(D, Q_PANEL))
+    add = make_wgmma(D, None, down_rows(BM), b_rows=True, accumulate=True)
+    wait_s = make_wgmma_wait(BM, 1)
+    wait_out = make_wgmma_wait(D, 0)
     hold_s = make_hold(BM)
     descriptor = make_descriptor(Q_PANEL)
     first_query, end_query, row_bounds = make_queries(BM, BN, CAUSAL, KIND)
@@ -333,13 +333,13 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
                 q = descriptor(base + Q + stage * RING)
                 do = q + uint64((DO - Q) >> 4)
                 rows = base + ROWS + stage * STATS + 8 * (lane & 3)
-                mbar_wait(base + STAGE_FULL + 8 * stage, phase)
+                mbarrier_wait(base + STAGE_FULL + 8 * stage, phase)
                 if UNEVEN and m0 + (BM - 1) + past < w0:  # no query sees these keys
                     wait_out(dk)
                     cuda.syncwarp()  # all lanes have seen this phase
                     if pending > 0:
-                        mbar_arrive(base + STAGE_FREE + 8 * before)
-                    mbar_arrive(base + STAGE_FREE + 8 * stage)
+                        mbarrier_arrive(base + STAGE_FREE + 8 * before)
+                    mbarrier_arrive(base + STAGE_FREE + 8 * stage)
                     pending = int32(0)
                 else:
                     scores(s, k, q)
@@ -347,7 +347,7 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
                     wait_s(s)  # and the products with dO and Q of the previous tile
                     if pending > 0:
                         cuda.syncwarp()  # all lanes have read its statistics
-                        mbar_arrive(base + STAGE_FREE + 8 * before)
+                        mbarrier_arrive(base + STAGE_FREE + 8 * before)
                     if CAUSAL and m0 + past < w0 + 63:
                         hide_before(s, row - past - m0 - 2 * (lane & 3))
                     if KIND != 0 and m0 + (BM - 1) > least:
@@ -360,7 +360,7 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
                     hold_s(s)
                     # already complete: it keeps the compiler from moving the wait before the
                     # arithmetic
-                    mbar_wait(base + STAGE_FULL + 8 * stage, phase)
+                    mbarrier_wait(base + STAGE_FULL + 8 * stage, phase)
                     wait_out(dv)  # then `a` may be written again
                     pack(a, s)
                     add(dk, a, q)
@@ -373,7 +373,7 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
             wait_out(dk)
             cuda.syncwarp()
             if pending > 0:
-                mbar_arrive(base + STAGE_FREE + 8 * before)
+                mbarrier_arrive(base + STAGE_FREE + 8 * before)
             # opaque: values derived from it are not kept in registers during the loop
             done = uint32(opaque(int32(done)))
             to = base + OWN_BYTES * (done % OWN)

@@ -25,19 +25,19 @@ from ..primitives.hopper import (
     acquire_map,
     bar_sync,
     clear_shared,
-    commit_stores,
-    fence_async,
-    load_tile,
-    mbar_arrive,
-    mbar_expect,
-    mbar_init,
-    mbar_init_fence,
-    mbar_wait,
+    fence_proxy_async,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_init_fence,
+    mbarrier_wait,
     post,
     read_post,
     store_shared,
-    store_tile,
-    wait_stores,
+    tma_load,
+    tma_store,
+    tma_store_commit,
+    tma_store_wait,
 )
 from ..primitives.ptx import device, wait_for_previous
 from ..primitives.reduce import FULL
@@ -159,19 +159,19 @@ def make_own(OWN: int) -> OwnedTiles:
     @device
     def offer_tile(base, done, tile):
         barriers = base + NEXT_TILE * (done % OWN)
-        mbar_wait(barriers + TILE_FREE, ((done // OWN) & 1) ^ 1)
+        mbarrier_wait(barriers + TILE_FREE, ((done // OWN) & 1) ^ 1)
         post(barriers + TILE, tile)  # consumers read it after TILE_FULL
         return barriers
 
     @device
     def await_tile(base, done):
         barriers = base + NEXT_TILE * (done % OWN)
-        mbar_wait(barriers + TILE_FULL, (done // OWN) & 1)
+        mbarrier_wait(barriers + TILE_FULL, (done // OWN) & 1)
         return cuda.shfl_sync(FULL, read_post(barriers + TILE), 0)
 
     @device
     def free_tile(base, done):
-        mbar_arrive(base + NEXT_TILE * (done % OWN) + TILE_FREE)
+        mbarrier_arrive(base + NEXT_TILE * (done % OWN) + TILE_FREE)
 
     return OwnedTiles(offer_tile, await_tile, free_tile)
 
@@ -186,12 +186,12 @@ def make_barriers(ARRIVALS, OWN, FULLS, FREES):
     def set_up(base):
         if cuda.threadIdx.x == 0:
             for i in range(OWN):
-                mbar_init(base + NEXT_TILE * i + TILE_FULL, 1)
-                mbar_init(base + NEXT_TILE * i + TILE_FREE, ARRIVALS)
+                mbarrier_init(base + NEXT_TILE * i + TILE_FULL, 1)
+                mbarrier_init(base + NEXT_TILE * i + TILE_FREE, ARRIVALS)
             for i in range(N):
-                mbar_init(base + FULLS[i], 1)
-                mbar_init(base + FREES[i], ARRIVALS)
-            mbar_init_fence()
+                mbarrier_init(base + FULLS[i], 1)
+                mbarrier_init(base + FREES[i], ARRIVALS)
+            mbarrier_init_fence()
         cuda.syncthreads()
 
     return set_up
@@ -288,11 +288,11 @@ def make_skip(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int):
         while (blocks - 1) * BN > last and blocks - 1 > begin:
             stage = it % STAGES
             phase = (it // STAGES) & 1
-            mbar_wait(base + K_FULL + 8 * stage, phase)
-            mbar_wait(base + V_FULL + 8 * stage, phase)
+            mbarrier_wait(base + K_FULL + 8 * stage, phase)
+            mbarrier_wait(base + V_FULL + 8 * stage, phase)
             cuda.syncwarp()  # all lanes have seen this phase
-            mbar_arrive(base + K_FREE + 8 * stage)
-            mbar_arrive(base + V_FREE + 8 * stage)
+            mbarrier_arrive(base + K_FREE + 8 * stage)
+            mbarrier_arrive(base + V_FREE + 8 * stage)
             it += uint32(1)
             blocks = int32(blocks - 1)
         return it, blocks
@@ -340,24 +340,24 @@ def make_key_producer(
 
     @device
     def load_own(to, full, maps, row, h, b):
-        mbar_expect(full, QUERIES * ROWS)
+        mbarrier_arrive_expect_tx(full, QUERIES * ROWS)
         for p in range(PANELS):
-            load_tile(to + p * OWN_PANEL, maps, 0, full, PANEL * p, row, h, b)
+            tma_load(to + p * OWN_PANEL, maps, 0, full, PANEL * p, row, h, b)
             if QUERIES == 2:
-                load_tile(to + ROWS + p * OWN_PANEL, maps, 3, full, PANEL * p, row, h, b)
+                tma_load(to + ROWS + p * OWN_PANEL, maps, 3, full, PANEL * p, row, h, b)
 
     @device
     def load_keys(ring, full, free, maps, i, it, n0, g, b, entries, where):
         stage = it % STAGES
-        mbar_wait(free + 8 * stage, ((it // STAGES) & 1) ^ 1)
+        mbarrier_wait(free + 8 * stage, ((it // STAGES) & 1) ^ 1)
         full = full + 8 * stage
         to = ring + stage * RING
-        mbar_expect(full, RING)
+        mbarrier_arrive_expect_tx(full, RING)
         for j in range(BOXES):
             row, head, batch = place(entries, j, where, b, g, n0)
             for p in range(PANELS):
                 at = to + p * RING_PANEL + j * (BOX * PANEL_ROW)
-                load_tile(at, maps, i, full, PANEL * p, row, head, batch)
+                tma_load(at, maps, i, full, PANEL * p, row, head, batch)
 
     @device
     def produce(base, maps, counter, bounds, where, T, B, H, group, together):
@@ -411,7 +411,8 @@ def make_key_producer(
                 done += uint32(1)
             wait_for_previous()  # the previous kernel may be this one, with the same counter
             tile = next_tile(counter)
-        mbar_expect(offer_tile(base, done, tile) + TILE_FULL, 0)  # no more tiles: consumers stop
+        offered = offer_tile(base, done, tile)
+        mbarrier_arrive_expect_tx(offered + TILE_FULL, 0)  # no more tiles: consumers stop
         leave(counter)
 
     return produce
@@ -443,13 +444,13 @@ def make_clear_tail(D: int, tiles: HopperTiles, PAGE: int):
         first = int32(S - n0)
         end = int32((S + BOX - 1) // BOX * BOX - n0)
         end = min(end, int32(BN))
-        mbar_wait(base + V_FULL + 8 * stage, phase)
+        mbarrier_wait(base + V_FULL + 8 * stage, phase)
         for i in range(int32(cuda.threadIdx.x), (end - first) * CHUNKS, CONSUMERS):
             row = first + i // CHUNKS
             chunk = i % CHUNKS
             at = (chunk // 8) * PANEL_BYTES + row * PANEL_ROW + (chunk % 8) * 16
             clear_shared(uint32(base + V + stage * RING + at))
-        fence_async()  # the products read what these threads have written
+        fence_proxy_async()  # the products read what these threads have written
         bar_sync(1, CONSUMERS)
 
     return clear_tail
@@ -557,17 +558,17 @@ def make_store(D):
                     offset = PANEL_ROW * (g + 8 * r) + ((n ^ g) << 4) + 4 * (lane & 3)
                     pair = pack_bf16(acc[j] * factor[r], acc[j + 1] * factor[r])
                     store_shared(at + p * panel + offset, pair)
-        fence_async()
+        fence_proxy_async()
         cuda.syncwarp()
         if lane == 0:
             for p in range(PANELS):
-                store_tile(maps, i, at + p * panel, PANEL * p, row, h, b)
-            commit_stores()
+                tma_store(maps, i, at + p * panel, PANEL * p, row, h, b)
+            tma_store_commit()
 
     @device
     def stores_done():
         if cuda.threadIdx.x & 31 == 0:
-            wait_stores()
+            tma_store_wait()
         cuda.syncwarp()
 
     return store_rows, stores_done

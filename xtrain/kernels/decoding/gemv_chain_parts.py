@@ -9,14 +9,14 @@ from ..primitives.ptx import device, store1, store4_shared
 from ..primitives.reduce import warp_sum
 from ..primitives.rows import make_row_ops
 from ..primitives.tensor_cores import (
-    commit_copies,
-    copy16_async,
+    cp_async16,
+    cp_async_commit,
+    cp_async_wait,
     ldmatrix,
     low_bf16,
     mma_bf16,
     opaque,
     pack_bf16,
-    wait_copies,
     warp_id,
 )
 from ..primitives.words import WORD_OPS
@@ -188,9 +188,9 @@ def make_stage_copy(K, X):
         if cuda.threadIdx.x < 32 * (WARPS - COPYING):
             for i in range(8 * cuda.threadIdx.x, rows.N * K, AT_ONCE):
                 n = uint32(i) // uint32(K)
-                copy16_async(smem, X + i + n * PAD, rows.x, i, True)
-            commit_copies()
-            wait_copies(0)
+                cp_async16(smem, X + i + n * PAD, rows.x, i, True)
+            cp_async_commit()
+            cp_async_wait(0)
 
     return stage
 
@@ -249,8 +249,8 @@ def make_copy_piece(K, M, config):
                     for i in range(0, TILE, ROWS):
                         at = target + ((chain * M + m) * TILE + i) * STRIDE
                         source = copy.source + (first + m * weights.F + i) * K
-                        copy16_async(smem, at, weights.w, source, first + i < copy.left)
-        commit_copies()
+                        cp_async16(smem, at, weights.w, source, first + i < copy.left)
+        cp_async_commit()
 
     return first_copy, next_copy, copy_piece
 
@@ -376,7 +376,7 @@ def make_product(K, variant, config, X):
         piece = int32(0)
         k = int32(0)
         if copies:
-            wait_copies(AFTER_FIRST)
+            cp_async_wait(AFTER_FIRST)
         cuda.syncthreads()  # x and the first piece are in shared memory
         if multiplies:
             start_tile(s)
@@ -398,7 +398,7 @@ def make_product(K, variant, config, X):
                 x = x_at + this_k + HALF
                 multiply_half(s, fa, fb, next_fa, next_fb, smem, at, x)
             elif copies:
-                wait_copies(AFTER_NEXT)
+                cp_async_wait(AFTER_NEXT)
             cuda.syncthreads()  # the next piece has arrived; all warps have read this one
             if multiplies:
                 multiply_half(s, next_fa, next_fb, fa, fb, smem, w_at + piece, x_at + k)
@@ -410,6 +410,6 @@ def make_product(K, variant, config, X):
                 copy_piece(smem, this_piece, copy, share, weights)
                 copy = next_copy(copy, share)
         if copies:
-            wait_copies(0)
+            cp_async_wait(0)
 
     return fill_ring, product

@@ -3,14 +3,14 @@
 They are asynchronous matrix products of a warpgroup (wgmma), asynchronous copies of tiles (TMA),
 and the barriers in shared memory that signal their completion.
 
-    make_product, make_wait, make_hold  wgmma: 128 threads multiply 64 x 16k by 16k x n,
-                                        asynchronously until make_wait
+    make_wgmma, make_wgmma_wait, make_hold  wgmma: 128 threads multiply 64 x 16k by 16k x n,
+                                        asynchronously until make_wgmma_wait
     make_descriptor                     the matrix descriptor of an operand in shared memory
-    load_tile, load_row, store_tile     TMA: one thread starts a copy of a box of the tensor that a
+    tma_load, tma_load_row, tma_store     TMA: one thread starts a copy of a box of the tensor that a
                                         tensor map describes
-    mbar_*                              mbarriers, which such copies complete and at which threads
+    mbarrier_*                          mbarriers, which such copies complete and at which threads
                                         arrive
-    bar_sync, fence_async, make_setmaxnreg
+    bar_sync, fence_proxy_async, make_setmaxnreg
 
 Names in "quotes" are sections of NVIDIA's PTX ISA manual. hopper_simulated.py implements each
 instruction in Python for the simulator.
@@ -82,33 +82,39 @@ def load_floats(code, registers, address):
 
 
 # ----------------------------------------------------------------------------- barriers
-# mbar_init(address, count): an mbarrier is 8 bytes. A phase completes after `count` arrivals and
+# mbarrier_init(address, count): an mbarrier is 8 bytes. A phase completes after `count` arrivals and
 # all expected bytes. "mbarrier"
-mbar_init = instruction(
-    "mbar_init", "mbarrier.init.shared::cta.b64 [$0], $1;", None, uint32, uint32
+mbarrier_init = instruction(
+    "mbarrier_init", "mbarrier.init.shared::cta.b64 [$0], $1;", None, uint32, uint32
 )
-# mbar_init_fence(): makes the mbarriers that this thread has initialized visible to the copy
+# mbarrier_init_fence(): makes the mbarriers that this thread has initialized visible to the copy
 # engine. "fence.mbarrier_init"
-mbar_init_fence = instruction("mbar_init_fence", "fence.mbarrier_init.release.cluster;", None)
-# mbar_expect(address, nbytes): arrive, and expect nbytes more.
-# "mbarrier.arrive", "expect-tx operation"
-mbar_expect = instruction(
-    "mbar_expect", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, uint32, uint32
+mbarrier_init_fence = instruction(
+    "mbarrier_init_fence", "fence.mbarrier_init.release.cluster;", None
 )
-# mbar_arrive(address): lane 0 arrives for the whole warp. Call syncwarp first to include the work
+# mbarrier_arrive_expect_tx(address, nbytes): arrive, and expect nbytes more.
+# "mbarrier.arrive", "expect-tx operation"
+mbarrier_arrive_expect_tx = instruction(
+    "mbarrier_arrive_expect_tx",
+    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
+    None,
+    uint32,
+    uint32,
+)
+# mbarrier_arrive(address): lane 0 arrives for the whole warp. Call syncwarp first to include the work
 # of the other lanes.
-mbar_arrive = instruction(
-    "mbar_arrive",
+mbarrier_arrive = instruction(
+    "mbarrier_arrive",
     "{ .reg .pred p; .reg .u32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; "
     "@p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
     None,
     uint32,
 )
-# mbar_wait(address, parity): wait until the phase of this parity (0: the first, 1: the second, 0
+# mbarrier_wait(address, parity): wait until the phase of this parity (0: the first, 1: the second, 0
 # ...) has completed. On a new mbarrier, parity 1 does not wait: it is "the phase before the first".
 # "mbarrier.try_wait"
-mbar_wait = instruction(
-    "mbar_wait",
+mbarrier_wait = instruction(
+    "mbarrier_wait",
     "{ .reg .pred p; L: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
     "@p bra D; bra L; D: }",
     None,
@@ -118,7 +124,7 @@ mbar_wait = instruction(
 # bar_sync(number, count): named barrier 1 to 15 of the block, for `count` threads. "barrier"
 bar_sync = instruction("bar_sync", "bar.sync $0, $1;", None, uint32, uint32)
 # Makes this thread's stores to shared memory visible to wgmma and TMA. "membar / fence", proxies
-fence_async = instruction("fence_async", "fence.proxy.async.shared::cta;", None)
+fence_proxy_async = instruction("fence_proxy_async", "fence.proxy.async.shared::cta;", None)
 
 
 def make_setmaxnreg(count, increases):
@@ -150,7 +156,7 @@ def acquire_map(code, maps, i):
 @intrinsic(
     target=uint32, i=uint32, barrier=uint32, column=int32, row=int32, head=int32, sequence=int32
 )
-def load_tile(code, target, maps, i, barrier, column, row, head, sequence):
+def tma_load(code, target, maps, i, barrier, column, row, head, sequence):
     """Copy the box of map i with this start to shared address `target`.
 
     Its bytes complete `barrier`. Zeros beyond the end of the tensor. In the map, heads come before
@@ -165,8 +171,8 @@ def load_tile(code, target, maps, i, barrier, column, row, head, sequence):
 
 
 @intrinsic(target=uint32, i=uint32, barrier=uint32, column=int32, row=int32)
-def load_row(code, target, maps, i, barrier, column, row):
-    """Copy some columns of one row of a float32 matrix, not swizzled, as load_tile does."""
+def tma_load_row(code, target, maps, i, barrier, column, row):
+    """Copy some columns of one row of a float32 matrix, not swizzled, as tma_load does."""
     text = (
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[$0], [$1, {$3, $4}], [$2];"
@@ -175,18 +181,18 @@ def load_row(code, target, maps, i, barrier, column, row):
 
 
 @intrinsic(i=uint32, address=uint32, column=int32, row=int32, head=int32, sequence=int32)
-def store_tile(code, maps, i, address, column, row, head, sequence):
+def tma_store(code, maps, i, address, column, row, head, sequence):
     """Copy a box from shared memory to the tensor; nothing is written beyond its end."""
     text = "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [$0, {$2, $3, $4, $5}], [$1];"
     start = [column, head, row, sequence]
     code.asm(text, None, [_map_address(code, maps, i), address, *start], memory=True)
 
 
-# commit_stores(): the stores that this thread has started become a group.
-# wait_stores(): wait until the copy engine has read the data of all groups.
+# tma_store_commit(): the stores that this thread has started become a group.
+# tma_store_wait(): wait until the copy engine has read the data of all groups.
 # "cp.async.bulk.commit_group", "cp.async.bulk.wait_group"
-commit_stores = instruction("commit_stores", "cp.async.bulk.commit_group;", None)
-wait_stores = instruction("wait_stores", "cp.async.bulk.wait_group.read 0;", None)
+tma_store_commit = instruction("tma_store_commit", "cp.async.bulk.commit_group;", None)
+tma_store_wait = instruction("tma_store_wait", "cp.async.bulk.wait_group.read 0;", None)
 
 
 # -------------------------------------------------------------------------- products of a warpgroup
@@ -229,10 +235,10 @@ def down_rows(rows) -> tuple[int, ...]:
     return tuple(16 * 128 * k for k in range(rows // 16))
 
 
-def make_product(n, a_steps, b_steps, b_rows=False, accumulate=False):
+def make_wgmma(n, a_steps, b_steps, b_rows=False, accumulate=False):
     """Return product(acc, a, b): a warpgroup starts acc (64 x n) = A B^T.
 
-    acc may be read after make_wait. "wgmma.mma_async"
+    acc may be read after make_wgmma_wait. "wgmma.mma_async"
     b_steps: the starts of the 16-deep slices of B, in bytes after its descriptor `b`.
     a_steps: those of A; None: A is in registers, uint32, 4 per slice.
     b_rows: a slice of B is 16 rows (B is read transposed: A B), not 16 columns.
@@ -295,7 +301,7 @@ def _accumulator_instruction(name, n, text):
     return op
 
 
-def make_wait(n, pending):
+def make_wgmma_wait(n, pending):
     """Return wait(acc): wait until at most `pending` of this warpgroup's products are in flight.
 
     acc (64 x n) is then complete. "wgmma.wait_group"
@@ -325,16 +331,16 @@ simulates(clear_shared)(simulated.clear_shared)
 simulates(post)(simulated.store_shared)
 simulates(read_post)(simulated.read_post)
 simulates(load_floats)(simulated.load_floats)
-simulates(mbar_init)(simulated.mbar_init)
-simulates(mbar_init_fence)(lambda thread, site: thread.block.engines.show_barriers(thread))
-simulates(mbar_expect)(simulated.mbar_expect)
-simulates(mbar_arrive)(simulated.mbar_arrive)
-simulates(mbar_wait, polled=True)(simulated.mbar_wait)
+simulates(mbarrier_init)(simulated.mbarrier_init)
+simulates(mbarrier_init_fence)(lambda thread, site: thread.block.engines.show_barriers(thread))
+simulates(mbarrier_arrive_expect_tx)(simulated.mbarrier_arrive_expect_tx)
+simulates(mbarrier_arrive)(simulated.mbarrier_arrive)
+simulates(mbarrier_wait, polled=True)(simulated.mbarrier_wait)
 simulates(bar_sync, polled=True)(simulated.bar_sync)
-simulates(fence_async)(lambda thread, site: thread.block.engines.fence(thread))
+simulates(fence_proxy_async)(lambda thread, site: thread.block.engines.fence(thread))
 simulates(acquire_map)(simulated.acquire_map)
-simulates(load_tile)(simulated.load_tile)
-simulates(store_tile)(simulated.store_tile)
-simulates(load_row)(simulated.load_row)
-simulates(commit_stores)(lambda thread, site: thread.block.engines.commit_stores(thread))
-simulates(wait_stores)(lambda thread, site: thread.block.engines.wait_stores(thread, site))
+simulates(tma_load)(simulated.tma_load)
+simulates(tma_store)(simulated.tma_store)
+simulates(tma_load_row)(simulated.tma_load_row)
+simulates(tma_store_commit)(lambda thread, site: thread.block.engines.tma_store_commit(thread))
+simulates(tma_store_wait)(lambda thread, site: thread.block.engines.tma_store_wait(thread, site))

@@ -75,23 +75,23 @@ def load_floats(thread, site, registers, address):
 
 
 # ----------------------------------------------------------------------------- barriers
-def mbar_init(thread, site, address, count):
+def mbarrier_init(thread, site, address, count):
     """Initialize an mbarrier."""
     thread.block.engines.make_barrier(thread, site, address, count)
 
 
-def mbar_expect(thread, site, address, nbytes):
+def mbarrier_arrive_expect_tx(thread, site, address, nbytes):
     """Arrive, and expect nbytes more."""
     thread.block.engines.arrive(thread, site, address, nbytes)
 
 
-def mbar_arrive(thread, site, address):
+def mbarrier_arrive(thread, site, address):
     """Arrive for the warp, in lane 0."""
     if thread.lane == 0:
         thread.block.engines.arrive(thread, site, address)
 
 
-def mbar_wait(thread, site, address, parity):
+def mbarrier_wait(thread, site, address, parity):
     """Return True if the phase of this parity has completed; the simulator polls it."""
     return thread.block.engines.try_wait(thread, site, address, parity)
 
@@ -189,7 +189,7 @@ def _require_1024_alignment(engines, thread, site, address):
         raise engines.error(thread, site, text)
 
 
-def load_tile(thread, site, target, maps, i, barrier, column, row, head, sequence):
+def tma_load(thread, site, target, maps, i, barrier, column, row, head, sequence):
     """Start a copy of a box from global to shared memory."""
     engines = thread.block.engines
     box = SimulatedMap(_read_map(thread, site, maps, i))
@@ -223,7 +223,7 @@ def load_tile(thread, site, target, maps, i, barrier, column, row, head, sequenc
     engines.begin_copy(thread, site, target, data, barrier, tags)
 
 
-def load_row(thread, site, target, maps, i, barrier, column, row):
+def tma_load_row(thread, site, target, maps, i, barrier, column, row):
     """Start a copy of part of a matrix row from global to shared memory."""
     engines = thread.block.engines
     words = _read_map(thread, site, maps, i, ROWS_MARK)
@@ -240,7 +240,7 @@ def load_row(thread, site, target, maps, i, barrier, column, row):
     engines.begin_copy(thread, site, target, values.view(np.uint8), barrier)
 
 
-def store_tile(thread, site, maps, i, address, column, row, head, sequence):
+def tma_store(thread, site, maps, i, address, column, row, head, sequence):
     """Start a copy of a box from shared to global memory.
 
     Raises RaceError if two copies store the same element.
@@ -397,7 +397,7 @@ def _element_keys(array):
 
 
 def product(n, a_steps, b_steps, b_rows, accumulate):
-    """Return the simulated product, see hopper.make_product.
+    """Return the simulated product, see hopper.make_wgmma.
 
     The result is computed immediately and becomes readable in wait.
     """
@@ -487,7 +487,7 @@ def _start_product(thread, acc, group, values, site):
 
 
 def wait(pending):
-    """Return the simulated wait, see hopper.make_wait."""
+    """Return the simulated wait, see hopper.make_wgmma_wait."""
 
     def run(threads, sites, args):
         engines = threads[0].block.engines

@@ -8,7 +8,7 @@ that kernels call:
         code.store(code.address(smem, i, SHARED), [value], SHARED)
 
     @intrinsic(returns=int32, value=int32)
-    def atomic_add_in_order(code, x, i, value):
+    def atomic_add_acq_rel(code, x, i, value):
         text = "atom.acq_rel.gpu.global.add.s32 $0, [$1], $2;"
         return code.asm(text, int32, [code.address(x, i, GLOBAL), value], memory=True)
 

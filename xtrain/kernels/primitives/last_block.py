@@ -14,7 +14,7 @@ from ...device import Array, cupy
 from ...simulator import SimArray
 from ..runtime.compiler import cuda, int32
 from ..runtime.launch import zeros
-from .ptx import atomic_add_in_order, device
+from .ptx import atomic_add_acq_rel, device
 from .tensor_maps import upload
 
 # (device, stream of the launch or the capture, name, size) -> zeros; every launch restores the
@@ -46,7 +46,7 @@ def arrive_last(counters, i, used, last_s):
     """
     cuda.syncthreads()  # the block's writes come before thread 0's addition
     if cuda.threadIdx.x == 0:
-        last_s[0] = int32(atomic_add_in_order(counters, i, int32(1)) == used - 1)
+        last_s[0] = int32(atomic_add_acq_rel(counters, i, int32(1)) == used - 1)
         if last_s[0]:
             cuda.atomic.exch(counters, i, 0)  # for the next launch; this one does not read it again
     cuda.syncthreads()

@@ -165,7 +165,7 @@ def _aligned_run(thread, site, x, i, n):
 
 
 @intrinsic(returns=int32, value=int32)
-def atomic_add_in_order(code, x, i, value):
+def atomic_add_acq_rel(code, x, i, value):
     """Add value to x[i], int32 in global memory, and return the old value.
 
     With acquire-release ordering ("atom", .acq_rel). All writes that are visible to this thread
@@ -208,7 +208,7 @@ simulates(prefetch_run)(_aligned_run)
 simulates(wait_for_previous)(wait)
 
 
-@simulates(atomic_add_in_order)
+@simulates(atomic_add_acq_rel)
 def _simulated_add_in_order(thread, site, x, i, value):
     return thread.atomic_add(site, x, i, value, acquires=True, releases=True)
 

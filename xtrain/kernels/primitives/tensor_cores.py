@@ -3,8 +3,8 @@
     mma_bf16                        a warp multiplies a 16 x 16 by a 16 x 8 tile and accumulates
     transpose_pairs                 a warp transposes an 8 x 8 tile that it holds in registers
     ldmatrix, ldmatrix_trans        shared memory -> the operands of mma, as 8 x 8 tiles
-    copy16_async, copy4_async       global -> shared memory, bypassing registers; threads continue
-    commit_copies, wait_copies      group these copies, wait until groups have arrived
+    cp_async16, cp_async4       global -> shared memory, bypassing registers; threads continue
+    cp_async_commit, cp_async_wait      group these copies, wait until groups have arrived
     store16, load16_shared, ...     16 bytes of bf16 in one access
     exp2, log2, fmax, warp_id, pack_bf16, low_bf16, high_bf16
 
@@ -79,20 +79,20 @@ def _copy_async(name, cache, nbytes):
     return intrinsic(name=name)(copy)
 
 
-# copy16_async(smem, i, x, j, valid): start a copy of 16 bytes from x[j] in global memory to
-# smem[i]; copy4_async copies one float32. If not valid, x is not read and zeros are written.
+# cp_async16(smem, i, x, j, valid): start a copy of 16 bytes from x[j] in global memory to
+# smem[i]; cp_async4 copies one float32. If not valid, x is not read and zeros are written.
 # "cp.async": .cg bypasses the L1 cache and copies 16 bytes only; .ca can copy 4.
-copy16_async = _copy_async("copy16_async", "cg", 16)
-copy4_async = _copy_async("copy4_async", "ca", 4)
+cp_async16 = _copy_async("cp_async16", "cg", 16)
+cp_async4 = _copy_async("cp_async4", "ca", 4)
 
 
 # The copies that this thread has started since the last commit become one group.
 # "cp.async.commit_group"
-commit_copies = instruction("commit_copies", "cp.async.commit_group;", None)
+cp_async_commit = instruction("cp_async_commit", "cp.async.commit_group;", None)
 
 
 @intrinsic(n=LITERAL)
-def wait_copies(code, n):
+def cp_async_wait(code, n):
     """Wait until at most n of this thread's groups are in flight; n is a constant.
 
     Other threads see the data after the next barrier. "cp.async.wait_group"
@@ -267,7 +267,7 @@ def _transpose_pairs(threads, sites, args):
 
 def _simulated_copy(n):
     def run(thread, site, smem, i, x, j, valid):
-        """Start a copy, whose data arrives when wait_copies covers it.
+        """Start a copy, whose data arrives when cp_async_wait covers it.
 
         Until then the elements count as uninitialized.
         """
@@ -285,16 +285,16 @@ def _simulated_copy(n):
     return run
 
 
-simulates(copy16_async)(_simulated_copy(8))
-simulates(copy4_async)(_simulated_copy(1))
+simulates(cp_async16)(_simulated_copy(8))
+simulates(cp_async4)(_simulated_copy(1))
 
 
-@simulates(commit_copies)
+@simulates(cp_async_commit)
 def _commit_copies(thread, site):
     thread.state.setdefault("groups", []).append(thread.state.pop("copies", []))
 
 
-@simulates(wait_copies)
+@simulates(cp_async_wait)
 def _wait_copies(thread, site, n):
     groups = thread.state.setdefault("groups", [])
     while len(groups) > n:

@@ -26,8 +26,8 @@ import functools
 from ..runtime.compiler import cuda, float32, uint32
 from .ptx import device
 from .tensor_cores import (
-    commit_copies,
-    copy16_async,
+    cp_async16,
+    cp_async_commit,
     ldmatrix,
     ldmatrix_trans,
     load16_shared,
@@ -80,7 +80,7 @@ def make_copy(D, ROWS, THREADS):
         for i in range(STEPS):
             if ROWS % STEP == 0 or row + i * STEP < ROWS:
                 inside = row + i * STEP < valid
-                copy16_async(smem, target + i * STEP * D, x, source + i * STEP * stride, inside)
+                cp_async16(smem, target + i * STEP * D, x, source + i * STEP * stride, inside)
 
     return copy_tile
 
@@ -97,7 +97,7 @@ def make_copy_two(D, ROWS, THREADS):
     def copy_two(smem, a, x, x_first, x_stride, y, y_first, y_stride, valid):
         copy_tile(smem, a, x, x_first, x_stride, valid)
         copy_tile(smem, a + ROWS * D, y, y_first, y_stride, valid)
-        commit_copies()
+        cp_async_commit()
 
     return copy_two
 
