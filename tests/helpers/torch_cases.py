@@ -46,6 +46,30 @@ def plain_qk(qkv, q_w, k_w, cos, sin, H, G):
     )
 
 
+def targets(*shape):
+    """Token ids below 24, some of them -100."""
+    ids = torch.arange(torch.Size(shape).numel()) * 7 % 24
+    return torch.where(ids % 5 == 0, -100, ids).view(shape)
+
+
+def plain_loss(logits, targets, count=None):
+    logits, targets = logits.flatten(0, -2), targets.flatten()
+    total = TF.cross_entropy(
+        logits.float() if logits.dtype == torch.bfloat16 else logits, targets, reduction="sum"
+    )
+    return total / ((targets >= 0).sum().clamp(min=1) if count is None else count)
+
+
+def plain_linear_loss(x, w, targets, count=None):
+    return plain_loss(x @ w.T, targets, count)
+
+
+def plain_softmax(s, scale):
+    T, S = s.shape[-2:]
+    hidden = torch.ones(T, S, dtype=torch.bool, device=s.device).triu(S - T + 1)
+    return (s * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+
+
 @dataclasses.dataclass
 class Case:
     """An op, the same in plain PyTorch, and inputs.
@@ -59,6 +83,8 @@ class Case:
     inputs: Callable[[int], list]
     fixed: tuple[int, ...] = ()
     opname: str = ""
+    once: bool = False  # backward changes what the forward has saved
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 
     def make(self, N=6, dtype=torch.float32, device="cpu", grad=True) -> list:
         """The inputs on a device; those with a gradient in `dtype`."""
@@ -121,6 +147,34 @@ CASES = {
         lambda N: [random(1, 2, N, 6 * 16), random(2, 16), random(3, 16), *tables(8, 16), 4, 1],
         fixed=(3, 4),
         opname="qk_norm_rope",
+    ),
+    "linear_cross_entropy": Case(
+        lambda x, w, targets: xt.linear_cross_entropy(x, w, targets, rows=64),
+        plain_linear_loss,
+        lambda N: [random(1, 2, N, 16), random(2, 24, 16), targets(2, N)],
+        opname="linear_cross_entropy",
+        once=True,
+    ),
+    "linear_cross_entropy_count": Case(
+        xt.linear_cross_entropy,
+        plain_linear_loss,
+        lambda N: [random(1, 2, N, 16), random(2, 24, 16), targets(2, N), torch.tensor(7)],
+        opname="linear_cross_entropy",
+        once=True,
+    ),
+    "cross_entropy": Case(
+        xt.cross_entropy,
+        plain_loss,
+        lambda N: [random(1, N, 24), targets(N)],
+        opname="cross_entropy",
+        once=True,
+    ),
+    "softmax": Case(
+        lambda s: xt.softmax(s, 0.3, causal=True),
+        lambda s: plain_softmax(s, 0.3),
+        lambda N: [random(1, 2, N, N + 2)],
+        opname="softmax",
+        dtypes=(torch.float32,),
     ),
 }
 

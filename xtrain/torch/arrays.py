@@ -77,7 +77,7 @@ def as_numpy(x: torch.Tensor) -> np.ndarray:
 
 def from_numpy(a: np.ndarray) -> torch.Tensor:
     """Return the contiguous CPU tensor with the memory of an array, if that is contiguous."""
-    a = np.ascontiguousarray(a).view(np.ndarray)
+    a = a.view(np.ndarray) if a.flags.c_contiguous else a.copy().view(np.ndarray)
     if a.dtype == BF16:
         return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(a)

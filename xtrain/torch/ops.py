@@ -25,6 +25,16 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def new_like(like: Tensor, shape, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty contiguous tensor, for a fake implementation."""
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Return (N, C) for x (..., C)."""
+    return x.reshape(-1, x.shape[-1])
+
+
 def _sums_like(like, weight):
     """Return zeros with the shape of a weight, for its gradient: float64 if it is, else float32."""
     return zeros(like, weight.shape, np.float64 if weight.dtype == np.float64 else np.float32)
@@ -44,7 +54,7 @@ _rmsnorm_backward_op = register_op(
 _rmsnorm_op = register_op(
     "xtrain::rmsnorm(Tensor x, Tensor weight, float eps) -> (Tensor y, Tensor rstd)",
     _rmsnorm.rmsnorm_fwd,
-    fake=lambda x, weight, eps: (_new(x, x.shape), _new(x, x.shape[:1], wide(x))),
+    fake=lambda x, weight, eps: (new_like(x, x.shape), new_like(x, x.shape[:1], wide(x))),
     backward=_rmsnorm_backward_op,
 )
 
@@ -54,7 +64,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
     x: (..., C), weight: (C,), float32 or bf16, in any combination.
     """
-    y = _rmsnorm_op(_rows(x), weight, eps)[0]
+    y = _rmsnorm_op(rows_of(x), weight, eps)[0]
     return y.view(x.shape)
 
 
@@ -69,16 +79,16 @@ _residual_backward_op = register_op(
     "xtrain::residual_rmsnorm_backward(Tensor? dh, Tensor dy, Tensor h, Tensor weight, Tensor rstd)"
     " -> (Tensor dx, Tensor dweight)",
     _residual_backward,
-    fake=lambda dh, dy, h, weight, rstd: (_new(dy, h.shape), _new(weight, weight.shape)),
+    fake=lambda dh, dy, h, weight, rstd: (new_like(dy, h.shape), new_like(weight, weight.shape)),
 )
 _residual_op = register_op(
     "xtrain::residual_rmsnorm(Tensor x, Tensor r, Tensor weight, float eps)"
     " -> (Tensor h, Tensor y, Tensor rstd)",
     _residual.residual_rmsnorm_fwd,
     fake=lambda x, r, weight, eps: (
-        _new(x, x.shape),
-        _new(r, x.shape),
-        _new(x, x.shape[:1], wide(x)),
+        new_like(x, x.shape),
+        new_like(r, x.shape),
+        new_like(x, x.shape[:1], wide(x)),
     ),
     backward=_residual_backward_op,
     gradients={"r": "dx"},
@@ -92,7 +102,7 @@ def residual_rmsnorm(
 
     x, r: (..., C), weight: (C,), float32 or bf16.
     """
-    h, y, _ = _residual_op(_rows(x), _rows(r), weight, eps)
+    h, y, _ = _residual_op(rows_of(x), rows_of(r), weight, eps)
     return h.view(x.shape), y.view(x.shape)
 
 
@@ -104,7 +114,7 @@ _silu_mul_backward_op = register_op(
 _silu_mul_op = register_op(
     "xtrain::silu_mul(Tensor gate, Tensor up) -> Tensor y",
     _silu_mul.silu_mul_fwd,
-    fake=lambda gate, up: _new(gate, gate.shape),
+    fake=lambda gate, up: new_like(gate, gate.shape),
     backward=_silu_mul_backward_op,
 )
 _swiglu_backward_op = register_op(
@@ -114,7 +124,7 @@ _swiglu_backward_op = register_op(
 _swiglu_op = register_op(
     "xtrain::swiglu(Tensor gu) -> Tensor y",
     _swiglu.swiglu_fwd,
-    fake=lambda gu: _new(gu, (gu.shape[0], gu.shape[1] // 2)),
+    fake=lambda gu: new_like(gu, (gu.shape[0], gu.shape[1] // 2)),
     backward=_swiglu_backward_op,
 )
 
@@ -127,7 +137,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """
     if up is not None:
         return _silu_mul_op(gate, up)
-    return _swiglu_op(_rows(gate)).view(*gate.shape[:-1], gate.shape[-1] // 2)
+    return _swiglu_op(rows_of(gate)).view(*gate.shape[:-1], gate.shape[-1] // 2)
 
 
 # ----------------------------------------------------------------------------- RoPE
@@ -135,12 +145,12 @@ _ROPE = "Tensor cos, Tensor sin, Tensor? positions, int T"
 _rope_backward_op = register_op(
     f"xtrain::rope_backward(Tensor dy, {_ROPE}) -> Tensor dx",
     _rope.rope_bwd,
-    fake=lambda dy, *tables: _new(dy, dy.shape),
+    fake=lambda dy, *tables: new_like(dy, dy.shape),
 )
 _rope_op = register_op(
     f"xtrain::rope(Tensor x, {_ROPE}) -> Tensor y",
     _rope.rope_fwd,
-    fake=lambda x, *tables: _new(x, x.shape),
+    fake=lambda x, *tables: new_like(x, x.shape),
     backward=_rope_backward_op,
 )
 
@@ -200,7 +210,7 @@ _qk_norm_rope_backward_op = register_op(
     f" {_QK_TABLES}) -> (Tensor dqkv, Tensor dq_weight, Tensor dk_weight)",
     _qk_norm_rope_backward,
     fake=lambda dq, dk, dv, qkv, q_weight, k_weight, *others: (
-        _new(qkv, qkv.shape),
+        new_like(qkv, qkv.shape),
         _weight_or_nothing(qkv, q_weight),
         _weight_or_nothing(qkv, k_weight),
     ),
@@ -208,15 +218,15 @@ _qk_norm_rope_backward_op = register_op(
 
 
 def _weight_or_nothing(qkv, weight):
-    return _new(qkv, 0) if weight is None else _new(weight, weight.shape)
+    return new_like(qkv, 0) if weight is None else new_like(weight, weight.shape)
 
 
 def _qk_norm_rope_fake(qkv, q_weight, k_weight, cos, sin, positions, H, G, T, eps):
     N = qkv.shape[0]
     D = 2 * cos.shape[1]
-    heads = [_new(qkv, (N, n, D)) for n in (H, G, G)]
+    heads = [new_like(qkv, (N, n, D)) for n in (H, G, G)]
     statistics = 0 if q_weight is None else (N, H + G)
-    return *heads, _new(qkv, statistics, wide(qkv))
+    return *heads, new_like(qkv, statistics, wide(qkv))
 
 
 _qk_norm_rope_op = register_op(
@@ -249,7 +259,7 @@ def qk_norm_rope(
     if positions is not None:
         positions = positions.reshape(-1)
     tables = (cos, sin, positions, heads, kv_heads, T, eps)
-    q, k, v, _ = _qk_norm_rope_op(_rows(qkv), q_weight, k_weight, *tables)
+    q, k, v, _ = _qk_norm_rope_op(rows_of(qkv), q_weight, k_weight, *tables)
     return tuple(x.view(*outer, T, *x.shape[1:]) for x in (q, k, v))
 
 
@@ -258,13 +268,3 @@ def _float(w):
     if w is None or w.dtype == np.float64:
         return w
     return _cast.cast_fwd(w, np.float32)
-
-
-def _new(like: Tensor, shape, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty contiguous tensor, for a fake implementation."""
-    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Return (N, C) for x (..., C)."""
-    return x.reshape(-1, x.shape[-1])
