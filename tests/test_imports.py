@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "xtrain"
 # From top to bottom. A name ending in / is a room with everything below it that has no line of its own.
 ORDER = [
-    "commands", "inspect/", "report/", "evaluation/", "server/", "reinforcement/", "serving/", "tuning/", "parallel/", "training/", "nn/", "formats/", "data/",
+    "commands", "torch/", "inspect/", "report/", "evaluation/", "server/", "reinforcement/", "serving/", "tuning/", "parallel/", "training/", "nn/", "formats/", "data/",
     "kernels/attention/", "kernels/decoding/", "kernels/", "kernels/primitives/", "kernels/runtime/", "ground", "simulator/",
 ]  # fmt: skip
 GROUND = {

@@ -68,6 +68,7 @@ from xtrain.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
 from xtrain.kernels.quantize import CODES, dequantize, quantize
 from xtrain.kernels.rope import rope_tables
 from xtrain.kernels.runtime import launch as _launch
+from xtrain.kernels.silu_mul import silu_mul_bwd, silu_mul_fwd
 from xtrain.kernels.skip_nonfinite import skip_unless_finite
 from xtrain.kernels.softmax import causal_softmax_bwd, causal_softmax_fwd
 from xtrain.nn import functional as F
@@ -336,6 +337,8 @@ def rows(dtype):
             backward(op(leaf(N, C, dtype=dtype)))
         backward(F.cast(leaf(N, C, dtype=dtype), DTYPES[dtype == np.float32]))
         add_into(draw(N, C, dtype=dtype), draw(N, C, dtype=dtype))
+        gate, up = draw(N, C, dtype=dtype), draw(N, C, dtype=dtype)
+        silu_mul_bwd(silu_mul_fwd(gate, up), gate, up)
         scale_into(draw(N, C, dtype=dtype), cp.ones(1, np.float32))
         targets = cp.asarray(RNG.integers(0, C, N))
         for factor in (1.0, 0.5):

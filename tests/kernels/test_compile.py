@@ -40,6 +40,7 @@ from xtrain.kernels import (
     residual,
     rmsnorm,
     rope,
+    silu_mul,
     softmax,
     swiglu,
 )
@@ -86,6 +87,7 @@ def launch_everything(dtype):
     swiglu.swiglu_bwd(swiglu.swiglu_fwd(new(2, 8)), new(2, 8))
     swiglu.swiglu_bwd(new(2, 4), new(2, 8), recompute_y=True)
     swiglu.silu_bwd(swiglu.silu_fwd(new(8)), new(8))
+    silu_mul.silu_mul_bwd(silu_mul.silu_mul_fwd(new(8), new(8)), new(8), new(8))
     elementwise.add_into(elementwise.add_fwd(new(8), new(8)), new(8))
     elementwise.scale_into(elementwise.scale_fwd(new(8), 0.5), f32(1))
     for count in (1, 3, peers.MOST):  # GPUs of a machine with two, four and eight

@@ -1,0 +1,341 @@
+"""Every op of xtrain.torch: values, gradients, opcheck, layouts, streams, torch.compile.
+
+On the CPU the NumPy references run, inside xt.simulated() the kernels. With a GPU all tests run there too (`gpu`).
+"""
+
+import contextlib
+
+import pytest
+import torch
+from checks import assert_as_good
+from torch_cases import CASES, outputs, random, with_gradients
+
+import xtrain.torch as xt
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+places = pytest.mark.parametrize("place", ["cpu", GPU])
+cases = pytest.mark.parametrize("name", CASES)
+only_gpu = pytest.mark.gpu
+
+
+def same(a, b) -> bool:
+    """Are two lists of tensors equal bit for bit?"""
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def as_good(ours, exact, plain, scale=1.0):
+    """Each error is at most twice that of plain PyTorch in the same dtype."""
+    assert len(ours) == len(exact) == len(plain)
+    for i, (a, e, p) in enumerate(zip(ours, exact, plain)):
+        values = (x.detach().double().cpu().numpy() for x in (a, e, p))
+        assert_as_good(*values, what=f"result {i}", scale=scale, floor=1e-6)
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", ["cpu", "simulator", GPU])
+def test_values_and_gradients(name, dtype, place):
+    case = CASES[name]
+    if dtype not in case.dtypes:
+        return
+    device = "cuda" if place == "cuda" else "cpu"
+    make = lambda dtype: case.make(dtype=dtype, device=device)
+    rounded = [
+        x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for x in make(dtype)
+    ]
+    leaves = [
+        x.detach().requires_grad_(i in case.floats()) if isinstance(x, torch.Tensor) else x
+        for i, x in enumerate(rounded)
+    ]
+    exact = with_gradients(case.plain, leaves)
+    with xt.simulated() if place == "simulator" else contextlib.nullcontext():
+        ours = with_gradients(case.op, make(dtype))
+    as_good(ours, exact, with_gradients(case.plain, make(dtype)))
+    assert [x.dtype for x in ours] == [x.dtype for x in with_gradients(case.plain, make(dtype))]
+
+
+@cases
+def test_reference_against_finite_differences(name):
+    case = CASES[name]
+    inputs = case.make(4, torch.float64)
+    if not case.once:
+        assert torch.autograd.gradcheck(case.op, inputs, fast_mode=True)
+    loss = lambda *x: sum((y * (i + 1)).sin().sum() for i, y in enumerate(outputs(case.op(*x))))
+    wanted = case.floats()
+    grads = torch.autograd.grad(loss(*inputs), [inputs[i] for i in wanted])
+    v = [random(i, *g.shape).double() for i, g in enumerate(grads)]
+    moved = lambda e: [
+        x + e * v[wanted.index(i)] if i in wanted else x for i, x in enumerate(inputs)
+    ]
+    with torch.no_grad():
+        numeric = (loss(*moved(1e-5)) - loss(*moved(-1e-5))) / 2e-5
+    torch.testing.assert_close(sum((g * d).sum() for g, d in zip(grads, v)), numeric)
+
+
+@cases
+@places
+def test_opcheck(name, place):
+    """On the arguments with which the function calls its op."""
+    case = CASES[name]
+    op = getattr(torch.ops.xtrain, case.opname).default
+    ops = [op]
+    if not case.once:
+        ops.append(getattr(torch.ops.xtrain, f"{case.opname}_backward").default)
+    calls = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func in ops:
+                calls.append((func, args))
+            return func(*args, **(kwargs or {}))
+
+    with Spy():
+        with_gradients(case.op, case.make(4, device=place))
+    assert len(calls) == len(ops)
+    for func, args in calls:
+        floats = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()
+        fixed = func is not op  # the backward op has no gradient of its own
+        args = [x.detach().clone().requires_grad_(not fixed) if floats(x) else x for x in args]
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.name in ("cos", "sin"):
+                args[i] = args[i].detach()
+        torch.library.opcheck(func, tuple(args))
+
+
+@cases
+@places
+def test_each_gradient_alone(name, place):
+    case = CASES[name]
+    whole = with_gradients(case.op, case.make(device=place))
+    results = len(whole) - len(case.floats())
+    for k, wanted in enumerate(case.floats()):
+        inputs = case.make(device=place, grad=False)
+        inputs[wanted].requires_grad_()
+        assert same(with_gradients(case.op, inputs)[results:], [whole[results + k]])
+
+
+@cases
+@places
+def test_one_result_alone(name, place):
+    """Results without a gradient count as zero."""
+    case = CASES[name]
+    for i in range(len(outputs(case.op(*case.make(device=place))))):
+        found = []
+        for function in (case.op, case.plain):
+            inputs = case.make(device=place)
+            wanted = [inputs[j] for j in case.floats()]
+            y = outputs(function(*inputs))[i]
+            grads = torch.autograd.grad(y.sum(), wanted, allow_unused=True)
+            found.append([torch.zeros_like(x) if g is None else g for g, x in zip(grads, wanted)])
+        for ours, theirs in zip(*found):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@cases
+@places
+def test_second_derivatives_are_refused(name, place):
+    case = CASES[name]
+    inputs = case.make(device=place)
+    wanted = [inputs[i] for i in case.floats()]
+    y = sum(y.pow(2).sum() for y in outputs(case.op(*inputs)))
+    with pytest.raises(RuntimeError, match=r"^xtrain::\w+ has no second derivative: call"):
+        first = torch.autograd.grad(y, wanted, create_graph=True)
+        sum(g.sum() for g in first).backward()
+
+
+@cases
+@places
+def test_any_layout(name, place):
+    """Strided and misaligned inputs, and gradients that are strided, give the bits of contiguous ones."""
+    case = CASES[name]
+    expected = with_gradients(case.op, case.make(device=place))
+
+    def strided(x):
+        return torch.stack((x, x), -1)[..., 0]
+
+    def misaligned(x):
+        flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:]
+        return flat.copy_(x.reshape(-1)).view(x.shape)
+
+    for change in (strided, misaligned):
+        inputs = case.make(device=place, grad=False)
+        for i in case.floats():
+            inputs[i] = change(inputs[i]).requires_grad_()
+        assert same(with_gradients(case.op, inputs), expected)
+    grads = []
+    for change in (torch.Tensor.expand, lambda *a: torch.Tensor.expand(*a).contiguous()):
+        inputs = case.make(device=place)
+        results = outputs(case.op(*inputs))
+        ones = [change(torch.ones((), device=place), y.shape) for y in results]
+        grads.append(torch.autograd.grad(results, [inputs[i] for i in case.floats()], ones))
+    assert same(*grads)
+
+
+@cases
+@places
+def test_no_tokens(name, place):
+    case = CASES[name]
+    ours, plain = (with_gradients(f, case.make(0, device=place)) for f in (case.op, case.plain))
+    assert [x.shape for x in ours] == [x.shape for x in plain]
+    for x in ours[-len(case.floats()) :]:
+        assert not x.any()  # gradients of weights
+
+
+@cases
+@places
+def test_the_same_bits_twice(name, place):
+    case = CASES[name]
+    first, second = (with_gradients(case.op, case.make(device=place)) for _ in range(2))
+    assert same(first, second)
+
+
+@pytest.mark.parametrize("name", ["residual_rmsnorm", pytest.param("rope", marks=only_gpu)])
+@pytest.mark.parametrize("place", ["cpu", GPU])
+def test_compiled_without_a_graph_break(name, place):
+    case = CASES[name]
+    backend = "inductor" if place == "cuda" else "aot_eager"
+    function = lambda *inputs: tuple(2 * y for y in outputs(case.op(*inputs)))
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    found = [with_gradients(f, case.make(device=place)) for f in (function, compiled)]
+    assert same(*found)
+
+
+def test_the_second_backward_of_a_loss_is_refused():
+    """The first one has multiplied the gradients in place."""
+    x = random(1, 4, 24).requires_grad_()
+    loss = xt.cross_entropy(x, torch.arange(4))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# ----------------------------------------------------------------------------- mistakes
+def test_bad_input():
+    x, w = torch.ones(2, 8), torch.ones(8)
+    with pytest.raises(ValueError, match=r"^rmsnorm: w has shape \(7,\), expected \(8\)$"):
+        xt.rmsnorm(x, w[:7])
+    with pytest.raises(TypeError, match=r"^rmsnorm: x is float16, expected float32 or bfloat16$"):
+        xt.rmsnorm(x.half(), w)
+    with pytest.raises(TypeError, match=r"no kernels for tensors of torch\.complex64"):
+        xt.rmsnorm(x.to(torch.complex64), w)
+    with pytest.raises(ValueError, match="gu has 7 columns"):
+        xt.swiglu(torch.ones(2, 7))
+    with pytest.raises(ValueError, match=r"positions 0 to 9, the tables hold 0 to 7"):
+        xt.rope(torch.ones(10, 1, 4), torch.ones(8, 2), torch.ones(8, 2), torch.arange(10))
+
+
+def test_registering_one_s_own_op():
+    """The example of register.py, a launcher for NumPy alone."""
+    scale_backward = xt.register_op(
+        "test_ops::scale_backward(Tensor dy, Tensor x, float factor) -> Tensor dx",
+        lambda dy, x, factor: dy * dy.dtype.type(factor),
+    )
+    scale = xt.register_op(
+        "test_ops::scale(Tensor x, float factor) -> Tensor y",
+        lambda x, factor: x * x.dtype.type(factor),
+        fake=lambda x, factor: torch.empty_like(x),
+        backward=scale_backward,
+    )
+    x = torch.ones(3, 2, requires_grad=True)
+    scale(x, 3.0).sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 2), 3.0))
+    torch.library.opcheck(scale, (x, 3.0))
+    with pytest.raises(ValueError, match="no namespace"):
+        xt.register_op("scale(Tensor x) -> Tensor y", lambda x: x)
+    with pytest.raises(ValueError, match="backward of test_ops::twice: z is neither"):
+        xt.register_op(
+            "test_ops::twice(Tensor x) -> Tensor y",
+            lambda x: x * 2,
+            fake=torch.empty_like,
+            backward=xt.register_op(
+                "test_ops::twice_backward(Tensor dy, Tensor x, Tensor z) -> Tensor dx", lambda *a: a
+            ),
+        )
+
+
+# ----------------------------------------------------------------------------- only with a GPU
+@only_gpu
+@cases
+def test_on_a_side_stream(name):
+    """A kernel reads what torch has written on the stream, and torch what the kernel has written."""
+    case = CASES[name]
+    expected = with_gradients(case.op, case.make(device="cuda"))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        inputs = case.make(device="cuda", grad=False)
+        late = [torch.zeros_like(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+        for i, x in enumerate(inputs):
+            if isinstance(x, torch.Tensor):
+                late[i].copy_(x)
+        for i in case.floats():
+            late[i].requires_grad_()
+        found = [y.clone() for y in with_gradients(case.op, late)]
+    stream.synchronize()
+    assert same(found, expected)
+
+
+@only_gpu
+@cases
+def test_in_a_cuda_graph(name):
+    case = CASES[name]
+    inputs = case.make(device="cuda")
+    expected = with_gradients(case.op, inputs)
+    grads = [torch.ones_like(y) for y in outputs(case.op(*inputs))]
+    wanted = [inputs[i] for i in case.floats()]
+    run = lambda: torch.autograd.grad(outputs(case.op(*inputs)), wanted, grads)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        plain = run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(2):
+        for x in captured:
+            x.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(captured, plain)
+    assert same(with_gradients(case.op, inputs), expected)
+
+
+@only_gpu
+@cases
+def test_results_are_memory_of_torch(name):
+    import cupy
+
+    case = CASES[name]
+    inputs = case.make(device="cuda")
+    with_gradients(case.op, inputs)  # compiles
+    torch.cuda.synchronize()
+    pool = cupy.get_default_memory_pool()
+    before, used = torch.cuda.memory_allocated(), pool.used_bytes()
+    results = with_gradients(case.op, inputs)
+    size = sum(-(-x.numel() * x.element_size() // 512) * 512 for x in results)
+    assert torch.cuda.memory_allocated() - before >= size
+    assert pool.used_bytes() == used
+    del results
+    assert torch.cuda.memory_allocated() == before
+
+
+@only_gpu
+def test_under_autocast():
+    """Products in bf16, norms with float32 weights: the dtypes of torch's own norm under autocast."""
+    x = torch.randn(64, 64, device="cuda", requires_grad=True)
+    w = torch.ones(64, device="cuda", requires_grad=True)
+    a = torch.randn(64, 64, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        y = xt.rmsnorm(x @ a, w)
+        z = xt.swiglu(y @ a, y @ a)
+    assert z.dtype == torch.bfloat16
+    z.float().sum().backward()
+    assert a.grad.dtype == x.grad.dtype == w.grad.dtype == torch.float32
+
+
+@only_gpu
+def test_tensors_on_two_devices():
+    with pytest.raises(TypeError, match="on one device"):
+        xt.rmsnorm(torch.ones(2, 8, device="cuda"), torch.ones(8))

@@ -1,0 +1,27 @@
+"""xtrain's kernels in PyTorch: ops, and one line for a model of transformers.
+
+    import xtrain.torch
+
+    y = xtrain.torch.rmsnorm(x, weight)           CUDA tensors: the kernel. CPU tensors: NumPy
+    xtrain.torch.apply(model)                     replaces the modules of a transformers model
+
+Needs the extra `torch`; nothing else of xtrain imports this package.
+"""
+
+from .arrays import simulated
+from .losses import cross_entropy, linear_cross_entropy, softmax
+from .ops import qk_norm_rope, residual_rmsnorm, rmsnorm, rope, swiglu
+from .register import register_op
+
+__all__ = [
+    "cross_entropy",
+    "linear_cross_entropy",
+    "qk_norm_rope",
+    "register_op",
+    "residual_rmsnorm",
+    "rmsnorm",
+    "rope",
+    "simulated",
+    "softmax",
+    "swiglu",
+]

@@ -1,0 +1,195 @@
+"""torch's tensors as the arrays that launchers take, and back, without a copy.
+
+    CPU tensor     NumPy array: a launcher runs its reference
+                   SimArray inside `simulated()`: it runs its kernel in xtrain.simulator
+    CUDA tensor    CuPy array: it runs its kernel, on torch's current stream of the tensor's GPU
+
+While a launcher runs on a GPU, CuPy allocates from torch's allocator. So results are torch's
+memory, its statistics count them, and inside a CUDA graph they come from the graph's pool.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from ..device import Array, cupy
+from ..errors import UserError
+from ..simulator import SimArray
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = {
+    torch.float32: np.dtype(np.float32),
+    torch.bfloat16: BF16,
+    torch.float64: np.dtype(np.float64),
+    torch.float16: np.dtype(np.float16),
+    torch.int64: np.dtype(np.int64),
+    torch.int32: np.dtype(np.int32),
+    torch.int16: np.dtype(np.int16),
+    torch.int8: np.dtype(np.int8),
+    torch.uint8: np.dtype(np.uint8),
+    torch.bool: np.dtype(np.bool_),
+}
+TORCH_DTYPES = {array: tensor for tensor, array in DTYPES.items()}
+
+_in_simulator = False
+_streams: dict[tuple[int, int], Any] = {}  # (GPU, handle) -> CuPy's object for torch's stream
+
+
+@contextlib.contextmanager
+def simulated() -> Iterator[None]:
+    """Run the kernels of CPU tensors in xtrain.simulator, in place of the references.
+
+    It applies to all threads. Kernels that the simulator finds wrong raise its KernelError.
+    """
+    global _in_simulator
+    before = _in_simulator
+    _in_simulator = True
+    try:
+        yield
+    finally:
+        _in_simulator = before
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    """Return NumPy's dtype. Raises TypeError if no kernel takes such tensors."""
+    try:
+        return DTYPES[dtype]
+    except KeyError:
+        raise TypeError(f"xtrain has no kernels for tensors of {dtype}: convert them") from None
+
+
+# ----------------------------------------------------------------------------- on the CPU
+def as_numpy(x: torch.Tensor) -> np.ndarray:
+    """Return the array with the memory of a CPU tensor."""
+    dtype = numpy_dtype(x.dtype)
+    x = x.detach()
+    if dtype == BF16:
+        array = x.view(torch.int16).numpy().view(BF16)
+    else:
+        array = x.numpy()
+    return array.view(SimArray) if _in_simulator else array
+
+
+def from_numpy(a: np.ndarray) -> torch.Tensor:
+    """Return the contiguous CPU tensor with the memory of an array, if that is contiguous."""
+    a = a.view(np.ndarray) if a.flags.c_contiguous else a.copy().view(np.ndarray)
+    if a.dtype == BF16:
+        return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(a)
+
+
+def run_on_cpu(launcher: Callable, tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """Call a launcher with arrays in place of the CPU tensors; return its arrays as tensors."""
+    arguments = convert(tensors, as_numpy)
+    inputs = [a for a in flattened(arguments) if isinstance(a, np.ndarray)]
+    results = []
+    for a in as_list(launcher(*arguments)):
+        array = np.asanyarray(a)
+        shares = any(np.may_share_memory(array, x) for x in inputs)
+        results.append(from_numpy(array.copy() if shares else array))
+    return results
+
+
+# ----------------------------------------------------------------------------- on a GPU
+def as_cupy(x: torch.Tensor) -> Array:
+    """Return CuPy's array with the memory of a CUDA tensor."""
+    gpu = cupy()
+    dtype = numpy_dtype(x.dtype)
+    size = dtype.itemsize
+    if x.is_contiguous():
+        strides = None
+        nbytes = x.numel() * size
+    else:
+        strides = tuple(size * n for n in x.stride())
+        nbytes = size * (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride())))
+    memory = gpu.cuda.UnownedMemory(x.data_ptr(), nbytes, x, x.device.index)
+    return gpu.ndarray(tuple(x.shape), dtype, gpu.cuda.MemoryPointer(memory, 0), strides)
+
+
+class TorchMemory:
+    """An allocator for CuPy that takes memory from torch, and knows whose memory a result is."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.blocks: dict[int, torch.Tensor] = {}  # address -> the bytes
+
+    def malloc(self, nbytes: int) -> Any:
+        """Return CuPy's pointer to nbytes new bytes."""
+        block = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        address = block.data_ptr()
+        self.blocks[address] = block
+        cuda = cupy().cuda
+        memory = cuda.UnownedMemory(address, nbytes, block, self.device.index)
+        return cuda.MemoryPointer(memory, 0)
+
+    def tensor(self, a: Array) -> torch.Tensor:
+        """Return the tensor with the memory of CuPy's contiguous array a; else that of a copy."""
+        block = self.blocks.get(a.data.mem.ptr)
+        if block is None or not a.flags.c_contiguous:  # an argument of the op, or a part of one
+            return self.tensor(a.copy())
+        dtype = TORCH_DTYPES[a.dtype]
+        first = (a.data.ptr - a.data.mem.ptr) // a.itemsize
+        shape = tuple(a.shape)
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        new = torch.empty(0, dtype=dtype, device=self.device)
+        return new.set_(block.untyped_storage(), first, shape, strides)
+
+
+def run_on_gpu(launcher: Callable, tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """Call a launcher with arrays in place of the CUDA tensors; return its arrays as tensors."""
+    gpu = cupy()
+    if gpu is None:
+        raise UserError(
+            "xtrain's kernels need CuPy for CUDA tensors, and it is missing or finds no GPU: "
+            "run `pip install xtrain[gpu]` (gpu12 for CUDA 12), then `xtrain doctor`"
+        )
+    device = next(x for x in flattened(tensors) if isinstance(x, torch.Tensor) and x.is_cuda).device
+    handle = torch.cuda.current_stream(device).cuda_stream
+    stream = _streams.get((device.index, handle))
+    if stream is None:
+        stream = gpu.cuda.ExternalStream(handle, device.index)
+        _streams[device.index, handle] = stream
+    memory = TorchMemory(device)
+    with gpu.cuda.Device(device.index), stream, gpu.cuda.using_allocator(memory.malloc):
+        results = launcher(*convert(tensors, as_array))
+        return [memory.tensor(a) for a in as_list(results)]
+
+
+def as_array(x: torch.Tensor) -> Array:
+    """Return the array with the memory of a tensor."""
+    return as_cupy(x) if x.is_cuda else as_numpy(x)
+
+
+# ----------------------------------------------------------------------------- lists of arguments
+def convert(arguments: Sequence[Any], change: Callable) -> list:
+    """Return the arguments of an op with change(tensor) for each tensor, also inside lists."""
+    changed = []
+    for a in arguments:
+        if isinstance(a, torch.Tensor):
+            changed.append(change(a))
+        elif isinstance(a, (list, tuple)):
+            changed.append(convert(a, change))
+        else:
+            changed.append(a)
+    return changed
+
+
+def flattened(arguments: Sequence[Any]) -> Iterator[Any]:
+    """Yield the arguments of an op, and those inside lists."""
+    for a in arguments:
+        if isinstance(a, (list, tuple)):
+            yield from flattened(a)
+        else:
+            yield a
+
+
+def as_list(results: Any) -> list:
+    """Return what a launcher returned, an array, several or none, as a list."""
+    if results is None:
+        return []
+    return list(results) if isinstance(results, (list, tuple)) else [results]

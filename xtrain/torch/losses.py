@@ -1,0 +1,145 @@
+"""Losses and softmax as PyTorch ops: the functions below; see ops.py."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..kernels import cast as _cast
+from ..kernels import cross_entropy as _cross_entropy
+from ..kernels import linear_cross_entropy as _linear_cross_entropy
+from ..kernels import softmax as _softmax
+from ..kernels.runtime.launch import dtype_name, empty
+from .ops import new_like, rows_of, wide
+from .register import register_op
+
+
+# ----------------------------------------------------------------------------- linear cross-entropy
+def _linear_forward(x, weight, targets, inv_count, want_dx, want_dweight, rows):
+    if inv_count is None:
+        inv_count = _cross_entropy.count_targets(targets)
+    loss_N, dx, dweight = _linear_cross_entropy.linear_cross_entropy(
+        x, weight, targets, weight.shape[0], inv_count, want_dx, want_dweight, rows or None
+    )
+    loss = _cross_entropy.mean_loss(loss_N, inv_count).reshape(())
+    if dx is None:
+        dx = empty(x, 0)
+    if dweight is None:
+        dweight = empty(weight, 0)
+    elif dtype_name(weight.dtype) == "bfloat16":  # it is added up in float32
+        dweight = _cast.cast_fwd(dweight, weight.dtype)
+    return loss, dx, dweight
+
+
+def _multiply(gradient, factor):
+    """Multiply in place, because it is large; torch.compile, which traces with a subclass, decides
+    itself."""
+    return gradient.mul_(factor) if type(gradient) is Tensor else gradient * factor
+
+
+def _linear_backward(dloss, x_gradient, weight_gradient):
+    """The gradients that the forward has computed are those for the factor 1."""
+    return {"x": _multiply(x_gradient, dloss), "weight": _multiply(weight_gradient, dloss)}
+
+
+_linear_op = register_op(
+    "xtrain::linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, Tensor? inv_count,"
+    " bool want_dx, bool want_dweight, int rows)"
+    " -> (Tensor loss, Tensor x_gradient, Tensor weight_gradient)",
+    _linear_forward,
+    fake=lambda x, weight, targets, inv_count, want_dx, want_dweight, rows: (
+        new_like(x, (), wide(x)),
+        new_like(x, x.shape if want_dx else 0),
+        new_like(weight, weight.shape if want_dweight else 0),
+    ),
+    backward=_linear_backward,
+)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    count: Tensor | float | None = None,
+    rows: int = 0,
+) -> Tensor:
+    """Return the cross-entropy of x weight^T and the targets, without the logits in memory.
+
+    x: (..., C), weight: (V, C), both float32 or both bf16; under autocast they are converted.
+    targets: (...) integers below V; those that are -100 do not count.
+    count: the loss is the sum over the targets divided by it; None: by the number of targets.
+    rows: logits that exist at a time; 0: 2048.
+    The forward computes the gradients, too, and backward multiplies them by the gradient of the
+    loss, in place: a second backward through the same loss raises an error.
+    A target outside the vocabulary raises ValueError on the CPU; on a GPU the loss is NaN.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x = x.to(dtype)
+        weight = weight.to(dtype)
+    grad = torch.is_grad_enabled()
+    wants = grad and x.requires_grad, grad and weight.requires_grad
+    arguments = (rows_of(x), weight, targets.reshape(-1), inverse(count, x))
+    return _linear_op(*arguments, *wants, rows)[0]
+
+
+def inverse(count: Tensor | float | None, x: Tensor) -> Tensor | None:
+    """Return 1 / count, (1,) float32, on the device of x."""
+    if count is None:
+        return None
+    if isinstance(count, Tensor):
+        return (1 / count.to(x.device, torch.float32)).reshape(1)
+    return torch.full((1,), 1 / count, dtype=torch.float32, device=x.device)
+
+
+# ----------------------------------------------------------------------------- cross-entropy
+def _cross_entropy_forward(logits, targets, inv_count):
+    if inv_count is None:
+        inv_count = _cross_entropy.count_targets(targets)
+    gradient = logits.copy()  # the kernel overwrites the logits
+    loss_N, gradient = _cross_entropy.cross_entropy(gradient, targets, logits.shape[1], inv_count)
+    return _cross_entropy.mean_loss(loss_N, inv_count).reshape(()), gradient
+
+
+_cross_entropy_op = register_op(
+    "xtrain::cross_entropy(Tensor logits, Tensor targets, Tensor? inv_count)"
+    " -> (Tensor loss, Tensor gradient)",
+    _cross_entropy_forward,
+    fake=lambda logits, targets, inv_count: (
+        new_like(logits, (), wide(logits)),
+        new_like(logits, logits.shape),
+    ),
+    backward=lambda dloss, gradient: {"logits": _multiply(gradient, dloss)},
+)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float | None = None) -> Tensor:
+    """Return the cross-entropy of logits (..., V), float32 or bf16, and targets (...), a scalar.
+
+    targets, count, backward: as in linear_cross_entropy, which needs less memory.
+    """
+    inv_count = inverse(count, logits)
+    return _cross_entropy_op(rows_of(logits), targets.reshape(-1), inv_count)[0]
+
+
+# ----------------------------------------------------------------------------- softmax
+_softmax_backward_op = register_op(
+    "xtrain::softmax_backward(Tensor dp, Tensor p, int T, float scale, bool causal) -> Tensor ds",
+    lambda dp, *others: _softmax.causal_softmax_bwd(dp.copy(), *others),
+    fake=lambda dp, p, T, scale, causal: new_like(p, p.shape),
+)
+_softmax_op = register_op(
+    "xtrain::softmax(Tensor s, int T, float scale, bool causal) -> Tensor p",
+    lambda s, *others: _softmax.causal_softmax_fwd(s.copy(), *others),
+    fake=lambda s, T, scale, causal: new_like(s, s.shape),
+    backward=_softmax_backward_op,
+)
+
+
+def softmax(s: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
+    """Return softmax(scale s) over the last axis of s (..., T, S), float32.
+
+    causal: row t of the T rows sees the columns up to t + S - T.
+    """
+    T, S = s.shape[-2:]
+    return _softmax_op(s.reshape(math.prod(s.shape[:-2]), T, S), T, scale, causal).view(s.shape)

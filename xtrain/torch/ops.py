@@ -1,0 +1,270 @@
+"""xtrain's kernels as PyTorch ops: what `xtrain.torch` exports.
+
+Every op is registered by register.py: a forward op, its backward op, and the shapes of the results.
+The functions below are what users call; they accept leading axes and call the ops. On CPU tensors
+the NumPy references of xtrain/kernels run, which are deterministic and accept float64 too.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels import cast as _cast
+from ..kernels import qk_norm_rope as _qk_norm_rope
+from ..kernels import residual as _residual
+from ..kernels import rmsnorm as _rmsnorm
+from ..kernels import rope as _rope
+from ..kernels import silu_mul as _silu_mul
+from ..kernels import swiglu as _swiglu
+from ..kernels.runtime.launch import empty, zeros
+from .register import register_op
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums and statistics: float64 if x is, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def new_like(like: Tensor, shape, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty contiguous tensor, for a fake implementation."""
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Return (N, C) for x (..., C)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _sums_like(like, weight):
+    """Return zeros with the shape of a weight, for its gradient: float64 if it is, else float32."""
+    return zeros(like, weight.shape, np.float64 if weight.dtype == np.float64 else np.float32)
+
+
+# ----------------------------------------------------------------------------- norms
+def _rmsnorm_backward(dy, x, weight, rstd):
+    dweight = _sums_like(dy, weight)
+    return _rmsnorm.rmsnorm_bwd(dy, x, weight, rstd, dweight), dweight
+
+
+_rmsnorm_backward_op = register_op(
+    "xtrain::rmsnorm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd)"
+    " -> (Tensor dx, Tensor dweight)",
+    _rmsnorm_backward,
+)
+_rmsnorm_op = register_op(
+    "xtrain::rmsnorm(Tensor x, Tensor weight, float eps) -> (Tensor y, Tensor rstd)",
+    _rmsnorm.rmsnorm_fwd,
+    fake=lambda x, weight, eps: (new_like(x, x.shape), new_like(x, x.shape[:1], wide(x))),
+    backward=_rmsnorm_backward_op,
+)
+
+
+def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) weight, like x, over the last axis.
+
+    x: (..., C), weight: (C,), float32 or bf16, in any combination.
+    """
+    y = _rmsnorm_op(rows_of(x), weight, eps)[0]
+    return y.view(x.shape)
+
+
+def _residual_backward(dh, dy, h, weight, rstd):
+    dweight = _sums_like(dy, weight)
+    if dh is not None:
+        dh = _cast.cast_fwd(dh, dy.dtype)
+    return _residual.residual_rmsnorm_bwd(dh, dy, h, weight, rstd, dweight), dweight
+
+
+_residual_backward_op = register_op(
+    "xtrain::residual_rmsnorm_backward(Tensor? dh, Tensor dy, Tensor h, Tensor weight, Tensor rstd)"
+    " -> (Tensor dx, Tensor dweight)",
+    _residual_backward,
+    fake=lambda dh, dy, h, weight, rstd: (new_like(dy, h.shape), new_like(weight, weight.shape)),
+)
+_residual_op = register_op(
+    "xtrain::residual_rmsnorm(Tensor x, Tensor r, Tensor weight, float eps)"
+    " -> (Tensor h, Tensor y, Tensor rstd)",
+    _residual.residual_rmsnorm_fwd,
+    fake=lambda x, r, weight, eps: (
+        new_like(x, x.shape),
+        new_like(r, x.shape),
+        new_like(x, x.shape[:1], wide(x)),
+    ),
+    backward=_residual_backward_op,
+    gradients={"r": "dx"},
+)
+
+
+def residual_rmsnorm(
+    x: Tensor, r: Tensor, weight: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """Return h = x + r in the dtype of x, and rmsnorm(h, weight) in that of r, in one pass.
+
+    x, r: (..., C), weight: (C,), float32 or bf16.
+    """
+    h, y, _ = _residual_op(rows_of(x), rows_of(r), weight, eps)
+    return h.view(x.shape), y.view(x.shape)
+
+
+# ----------------------------------------------------------------------------- SwiGLU
+_silu_mul_backward_op = register_op(
+    "xtrain::silu_mul_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor dgate, Tensor dup)",
+    _silu_mul.silu_mul_bwd,
+)
+_silu_mul_op = register_op(
+    "xtrain::silu_mul(Tensor gate, Tensor up) -> Tensor y",
+    _silu_mul.silu_mul_fwd,
+    fake=lambda gate, up: new_like(gate, gate.shape),
+    backward=_silu_mul_backward_op,
+)
+_swiglu_backward_op = register_op(
+    "xtrain::swiglu_backward(Tensor dy, Tensor gu) -> Tensor dgu",
+    _swiglu.swiglu_bwd,
+)
+_swiglu_op = register_op(
+    "xtrain::swiglu(Tensor gu) -> Tensor y",
+    _swiglu.swiglu_fwd,
+    fake=lambda gu: new_like(gu, (gu.shape[0], gu.shape[1] // 2)),
+    backward=_swiglu_backward_op,
+)
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Return silu(gate) up.
+
+    gate, up: the same shape and dtype, float32 or bf16. Without up: gate is (..., 2F), gate in its
+    first F columns and up in the others.
+    """
+    if up is not None:
+        return _silu_mul_op(gate, up)
+    return _swiglu_op(rows_of(gate)).view(*gate.shape[:-1], gate.shape[-1] // 2)
+
+
+# ----------------------------------------------------------------------------- RoPE
+_ROPE = "Tensor cos, Tensor sin, Tensor? positions, int T"
+_rope_backward_op = register_op(
+    f"xtrain::rope_backward(Tensor dy, {_ROPE}) -> Tensor dx",
+    _rope.rope_bwd,
+    fake=lambda dy, *tables: new_like(dy, dy.shape),
+)
+_rope_op = register_op(
+    f"xtrain::rope(Tensor x, {_ROPE}) -> Tensor y",
+    _rope.rope_fwd,
+    fake=lambda x, *tables: new_like(x, x.shape),
+    backward=_rope_backward_op,
+)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Rotate the heads of x (..., T, H, D), float32 or bf16, the pairs (x_r, x_{r + D/2}).
+
+    cos, sin: (P, D / 2) float32, one row per position.
+    positions: (..., T), any integers below P; None: 0 to T - 1 in each sequence.
+    A position outside the tables raises ValueError on the CPU; on a GPU the result is NaN.
+    """
+    T = x.shape[-3]
+    if positions is not None:
+        positions = positions.reshape(-1)
+    return _rope_op(x.reshape(-1, *x.shape[-2:]), cos, sin, positions, T).view(x.shape)
+
+
+def _qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, H, G, T, eps):
+    weights = (_float(q_weight), _float(k_weight))
+    arguments = (qkv, *weights, cos, sin, H, G, T, eps, positions)
+    q, k, v, rstd = _qk_norm_rope.qk_norm_rope_fwd(*arguments)
+    if rstd is None:
+        rstd = empty(qkv, 0, np.float32)
+    return q, k, v, rstd
+
+
+def _qk_norm_rope_backward(dq, dk, dv, qkv, q_weight, k_weight, rstd, cos, sin, positions, H, G, T):
+    dqkv = empty(qkv, qkv.shape)
+    _qk_norm_rope.values_of(dqkv, H, G, 2 * cos.shape[1])[...] = dv
+    weights = (_float(q_weight), _float(k_weight))
+    normalise = q_weight is not None
+    sums = [_sums_like(qkv, w) for w in weights] if normalise else [None, None]
+    _qk_norm_rope.qk_norm_rope_bwd(
+        dqkv,
+        dq,
+        dk,
+        qkv,
+        *weights,
+        rstd if normalise else None,
+        cos,
+        sin,
+        H,
+        G,
+        T,
+        *sums,
+        positions,
+    )
+    if normalise:
+        return dqkv, *sums
+    return dqkv, empty(qkv, 0), empty(qkv, 0)
+
+
+_QK = "Tensor qkv, Tensor? q_weight, Tensor? k_weight"
+_QK_TABLES = "Tensor cos, Tensor sin, Tensor? positions, int H, int G, int T"
+_qk_norm_rope_backward_op = register_op(
+    f"xtrain::qk_norm_rope_backward(Tensor dq, Tensor dk, Tensor dv, {_QK}, Tensor rstd,"
+    f" {_QK_TABLES}) -> (Tensor dqkv, Tensor dq_weight, Tensor dk_weight)",
+    _qk_norm_rope_backward,
+    fake=lambda dq, dk, dv, qkv, q_weight, k_weight, *others: (
+        new_like(qkv, qkv.shape),
+        _weight_or_nothing(qkv, q_weight),
+        _weight_or_nothing(qkv, k_weight),
+    ),
+)
+
+
+def _weight_or_nothing(qkv, weight):
+    return new_like(qkv, 0) if weight is None else new_like(weight, weight.shape)
+
+
+def _qk_norm_rope_fake(qkv, q_weight, k_weight, cos, sin, positions, H, G, T, eps):
+    N = qkv.shape[0]
+    D = 2 * cos.shape[1]
+    heads = [new_like(qkv, (N, n, D)) for n in (H, G, G)]
+    statistics = 0 if q_weight is None else (N, H + G)
+    return *heads, new_like(qkv, statistics, wide(qkv))
+
+
+_qk_norm_rope_op = register_op(
+    f"xtrain::qk_norm_rope({_QK}, {_QK_TABLES}, float eps)"
+    " -> (Tensor q, Tensor k, Tensor v, Tensor rstd)",
+    _qk_norm_rope_forward,
+    fake=_qk_norm_rope_fake,
+    backward=_qk_norm_rope_backward_op,
+)
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    eps: float = 1e-6,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the packed product qkv (..., T, (H + 2G) D), normalise q and k per head, rotate them.
+
+    Returns q (..., T, H, D) and k, v (..., T, G, D), like qkv.
+    q_weight, k_weight: (D,) float32 or bf16, both None: no norm.
+    cos, sin, positions: as in rope. heads, kv_heads: H and G.
+    """
+    *outer, T, _ = qkv.shape
+    if positions is not None:
+        positions = positions.reshape(-1)
+    tables = (cos, sin, positions, heads, kv_heads, T, eps)
+    q, k, v, _ = _qk_norm_rope_op(rows_of(qkv), q_weight, k_weight, *tables)
+    return tuple(x.view(*outer, T, *x.shape[1:]) for x in (q, k, v))
+
+
+def _float(w):
+    """Return a norm weight in float32, or None."""
+    if w is None or w.dtype == np.float64:
+        return w
+    return _cast.cast_fwd(w, np.float32)

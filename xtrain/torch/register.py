@@ -1,0 +1,252 @@
+"""Make a PyTorch op of a launcher: `register_op`.
+
+    scale_backward = register_op(
+        "mine::scale_backward(Tensor dy, Tensor x, float factor) -> Tensor dx",
+        lambda dy, x, factor: scale_fwd(dy, factor),
+    )
+    scale = register_op(
+        "mine::scale(Tensor x, float factor) -> Tensor y",
+        scale_fwd,  # takes NumPy arrays (the reference), CuPy arrays and SimArrays (the kernel)
+        fake=lambda x, factor: torch.empty_like(x),
+        backward=scale_backward,
+    )
+
+The names in the two schemas are the formula of the gradient. An argument of the backward op is
+
+    dNAME     the gradient of NAME, a result of the forward op
+    NAME      an argument or a result of the forward op, which is saved
+
+and its results are dNAME, the gradients of arguments of the forward op. A result of the forward op
+without a gradient in the backward op is not differentiable.
+
+`backward` may also be a function of torch: its parameters have such names, and it returns a dict,
+argument -> gradient.
+
+The launcher's arguments are arrays in place of tensors (arrays.py); lists of tensors are lists of
+arrays. CPU tensors run what the launcher does with NumPy arrays, CUDA tensors what it does with
+CuPy arrays. It returns new arrays, in the order of the results. Arguments that the schema marks as
+changed, `Tensor(a!) x`, are changed in place.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .arrays import flattened, run_on_cpu, run_on_gpu
+
+_libraries: dict[str, torch.library.Library] = {}  # an op exists as long as its Library
+
+
+def register_op(
+    schema: str,
+    launcher: Callable,
+    *,
+    fake: Callable | None = None,
+    backward: Any = None,
+    gradients: dict[str, str] | None = None,
+    strided: Sequence[str] = (),
+) -> Any:
+    """Register a torch.library op and return it.
+
+    schema: "NAMESPACE::NAME(Tensor x, float eps) -> (Tensor y, Tensor rstd)", with a name for
+        every result.
+    launcher: called with arrays in place of tensors; returns one array, a tuple of them, or None.
+    fake: called with the arguments of the op; returns empty tensors with the shapes and dtypes of
+        the results. May be left out if every result is dNAME, and then has the shape of NAME, an
+        argument; and if there is no result.
+    backward: the op that computes the gradients, made by this function, or a function of tensors;
+        None: no gradient.
+    gradients: of arguments whose gradient has another name than dNAME: argument -> result of
+        backward.
+    strided: names of the arguments that may be arrays that are not contiguous; of others the
+        launcher gets contiguous copies.
+    Gradients get the dtypes of their arguments. Raises ValueError if a name in the schema of
+    backward is neither an argument nor a result of the op.
+    """
+    qualified = schema.partition("(")[0].strip()
+    namespace, _, name = qualified.partition("::")
+    if not name:
+        raise ValueError(f"the op {schema!r} has no namespace: begin with NAMESPACE::NAME")
+    library = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
+    library.define(schema.replace(qualified, name, 1))
+    op = getattr(getattr(torch.ops, namespace), name).default
+    arguments = op._schema.arguments
+    changed = {i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write}
+    dense = {i for i, a in enumerate(arguments) if a.name not in strided} - changed
+    gradient_of = _gradient_dtypes(op)
+    for key, run in (("CPU", run_on_cpu), ("CUDA", run_on_gpu)):
+        call = _implementation(qualified, launcher, run, changed, dense, gradient_of)
+        library.impl(name, call, key)
+    torch.library.register_fake(qualified, fake or _fake_gradients(op, gradient_of), lib=library)
+    if changed:
+        library.impl(name, _in_place(op, changed), "Autograd", with_keyset=True)
+        return op
+    if backward is None:
+        formula, setup = _refuse(qualified), None
+    else:
+        formula, setup = _formula(op, backward, gradients or {})
+    torch.library.register_autograd(qualified, formula, setup_context=setup, lib=library)
+    return op
+
+
+def _implementation(qualified, launcher, run, changed, dense, gradient_of):
+    """Return the function that torch calls with the tensors of a device."""
+
+    def call(*arguments):
+        given = list(arguments)
+        for i in changed:
+            _check_in_place(qualified, given[i])
+        for i in dense:
+            given[i] = _contiguous(given[i])
+        results = run(launcher, given)
+        for i, argument in gradient_of.items():
+            if arguments[argument] is not None:
+                results[i] = results[i].to(arguments[argument].dtype)
+        if not results:
+            return None
+        return results[0] if len(results) == 1 else tuple(results)
+
+    return call
+
+
+def _contiguous(x):
+    if isinstance(x, torch.Tensor):
+        return x.contiguous()
+    return [_contiguous(y) for y in x] if isinstance(x, (list, tuple)) else x
+
+
+def _check_in_place(qualified, tensors):
+    for x in flattened([tensors]):
+        if isinstance(x, torch.Tensor) and not x.is_contiguous():
+            raise ValueError(
+                f"{qualified}: a tensor that is changed in place has shape {tuple(x.shape)} and is "
+                "not contiguous: copy it first"
+            )
+
+
+def _in_place(op, changed):
+    """Return the implementation, above those of the devices, of an op that changes arguments."""
+
+    def call(keyset, *arguments):
+        tensors = [x for x in flattened(arguments) if isinstance(x, torch.Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            raise RuntimeError(
+                f"{op._schema.name} changes tensors in place and has no gradient: call it inside "
+                "torch.no_grad()"
+            )
+        for x in flattened([arguments[i] for i in changed]):
+            if isinstance(x, torch.Tensor):
+                torch.autograd.graph.increment_version(x)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+    return call
+
+
+def _gradient_dtypes(op) -> dict[int, int]:
+    """Return result -> argument for the results dNAME of arguments NAME."""
+    position = {a.name: i for i, a in enumerate(op._schema.arguments)}
+    names = [r.name for r in op._schema.returns]
+    return {i: position[n[1:]] for i, n in enumerate(names) if n[:1] == "d" and n[1:] in position}
+
+
+def _fake_gradients(op, gradient_of):
+    """Return the fake implementation of an op whose results are gradients of its arguments."""
+    count = len(op._schema.returns)
+    if len(gradient_of) < count:
+        raise ValueError(f"{op._schema.name}: give `fake`, which makes empty results")
+
+    def fake(*arguments):
+        results = [arguments[gradient_of[i]] for i in range(count)]
+        results = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in results]
+        if not results:
+            return None
+        return results[0] if count == 1 else tuple(results)
+
+    return fake
+
+
+def _refuse(qualified):
+    """Return a formula for an op without a gradient."""
+    if qualified.endswith("_backward"):
+        reason = "has no second derivative: call backward without create_graph"
+    else:
+        reason = "has no gradient: call it inside torch.no_grad(), or on x.detach()"
+
+    def formula(ctx, *grads):
+        raise RuntimeError(f"{qualified} {reason}")
+
+    return formula
+
+
+def _formula(op, backward, gradients):
+    """Return backward and setup_context of an op for torch.library.register_autograd."""
+    inputs = [a.name for a in op._schema.arguments]
+    outputs = [r.name for r in op._schema.returns]
+    names, optional, compute = _backward_names(op, backward, gradients)
+    saved = [name for name in names if name in inputs or name in outputs]
+    for name in names:
+        if name not in saved and (name[1:] not in outputs or name[:1] != "d"):
+            raise ValueError(
+                f"the backward of {op._schema.name}: {name} is neither an argument or a result of "
+                "the op, nor d and the name of a result"
+            )
+    differentiable = [f"d{name}" in names for name in outputs]
+
+    def setup_context(ctx, inputs: Sequence[Any], output: Any):
+        results = output if isinstance(output, tuple) else (output,)
+        values = dict(zip((*input_names, *outputs), (*inputs, *results)))
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(y for y, d in zip(results, differentiable) if not d))
+        ctx.others = {n: values[n] for n in saved if not isinstance(values[n], torch.Tensor)}
+        ctx.tensors = [n for n in saved if n not in ctx.others]
+        ctx.save_for_backward(*(values[n] for n in ctx.tensors))
+        ctx.like = {f"d{n}": (y.shape, y.dtype, y.device) for n, y in zip(outputs, results)}
+
+    def formula(ctx, *grads):
+        values = dict(zip(ctx.tensors, ctx.saved_tensors)) | ctx.others
+        for name, grad in zip(outputs, grads):
+            key = f"d{name}"
+            if grad is None and key in names and key not in optional:
+                shape, dtype, device = ctx.like[key]
+                grad = torch.zeros(shape, dtype=dtype, device=device)
+            values[key] = grad
+        found = compute(*(values[n] for n in names))
+        wants = zip(input_names, ctx.needs_input_grad)
+        return tuple(found.get(name) if needs else None for name, needs in wants)
+
+    input_names = tuple(inputs)
+    return formula, setup_context
+
+
+def _backward_names(op, backward, gradients):
+    """Return the names that the backward of an op needs, those that may be None, and a function of
+    the named values that returns argument -> gradient."""
+    if not hasattr(backward, "_schema"):
+        names = list(inspect.signature(backward).parameters)
+
+        def call(*values):
+            tensors = [x for x in values if isinstance(x, torch.Tensor)]
+            if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+                raise RuntimeError(
+                    f"{op._schema.name} has no second derivative: call backward without "
+                    "create_graph"
+                )
+            return backward(*values)
+
+        return names, (), call
+    arguments = backward._schema.arguments
+    names = [a.name for a in arguments]
+    optional = {a.name for a in arguments if str(a.type).startswith("Optional")}
+    results = [r.name for r in backward._schema.returns]
+    inputs = [a.name for a in op._schema.arguments]
+    source = {name: gradients.get(name, f"d{name}") for name in inputs}
+
+    def compute(*values):
+        found = backward(*values)
+        of = dict(zip(results, found if isinstance(found, tuple) else (found,)))
+        return {name: of.get(result) for name, result in source.items()}
+
+    return names, optional, compute
