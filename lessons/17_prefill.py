@@ -277,8 +277,8 @@ context_attention = lesson.yours(context_attention, context_attention_solution)
 # attention differs. In place of "B sequences of T tokens" the model is given the description that
 # you see below, made from exactly these pieces, and its attention then writes to the cache and
 # reads from it. (The cache consists of blocks: `tables_AM` lists those of each sequence, which
-# lesson 18 comes back to. On a GPU a pass is a CUDA graph of fixed sizes, so sequences without tokens
-# fill what is left over.) Does a packed batch give the same next tokens as each prompt alone?
+# lesson 18 comes back to. On a GPU a pass is a CUDA graph of fixed sizes: idle sequences own the rows
+# that are left over.) Does a packed batch give the same next tokens as each prompt alone?
 
 # %%
 import xtrain
