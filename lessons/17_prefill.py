@@ -278,11 +278,13 @@ context_attention = lesson.yours(context_attention, context_attention_solution)
 # attention differs. In place of "B sequences of T tokens" the model is given the description that
 # you see below, made from exactly these pieces, and its attention then writes to the cache and
 # reads from it. (The cache consists of blocks: `tables_AM` lists those of each sequence, which
-# lesson 18 comes back to.) Does a packed batch give the same next tokens as each prompt alone?
+# lesson 18 comes back to. On a GPU a pass is a CUDA graph of fixed sizes: idle sequences own the rows
+# that are left over.) Does a packed batch give the same next tokens as each prompt alone?
 
 # %%
 import xtrain
 from xtrain.serving.paged_cache import CachedSequences, PagedCache
+from xtrain.serving.prefill_rows import PrefillRows
 
 config = xtrain.ModelConfig(
     vocab_size=60,
@@ -299,6 +301,9 @@ rng = np.random.default_rng(0)
 prompts = [rng.integers(0, 60, n) for n in (3, 1, 7)]
 lengths = [len(p) for p in prompts]
 alone = np.stack([model(p[None]).data[0, -1] for p in prompts])
+
+# %%
+lesson.source(PrefillRows.pack)
 
 # %%
 lesson.source(PagedCache.prefill)

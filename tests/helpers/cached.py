@@ -7,6 +7,7 @@ from xtrain.device import to_device
 from xtrain.kernels.runtime.invariance import batch_invariant
 from xtrain.nn.autograd import inference
 from xtrain.serving.paged_cache import PagedCache
+from xtrain.serving.prefill_rows import PrefillRows, unpack
 
 
 class Cached:
@@ -24,12 +25,14 @@ class Cached:
         """-> logits (W, V) of the last token of each wanted prompt, on the host; None: all"""
         lengths = [len(p) for p in prompts]
         last = np.cumsum(lengths) - 1
-        ids, rows = self.cache.prefill(
+        rows = PrefillRows(
             np.concatenate(prompts).tolist(), lengths, history, [self.blocks[s] for s in sequences],
             last[slice(None) if wanted is None else wanted].tolist(),
-            prompt_length or max(h + n for h, n in zip(history, lengths)),
         )  # fmt: skip
-        return self.logits(ids, rows)
+        sizes = rows.sizes(self.cache.S, self.cache.kind != "full")
+        there = unpack(to_device(rows.pack(sizes), self.model.device), sizes)
+        longest = prompt_length or max(h + n for h, n in zip(history, lengths))
+        return self.logits(there.ids_N, self.cache.prefill(there, sizes.T, longest))
 
     def decode(self, ids, lengths, sequences):
         """-> logits (B, V) on the host. A sequence below 0 is an idle entry."""

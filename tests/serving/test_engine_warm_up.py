@@ -266,13 +266,13 @@ def test_drafts_need_no_other_kernel(model, draft_model):
 
 
 class Forgetful(Runner):
-    """Compiles nothing for 3 rows."""
+    """Compiles nothing for 4 rows."""
 
     def prefill_shape(self, n):
-        return n == 3 or super().prefill_shape(n)
+        return n == 4 or super().prefill_shape(n)
 
     def decode(self, b, *how):
-        return b == 3 or super().decode(b, *how)
+        return b == 4 or super().decode(b, *how)
 
 
 class ForgetfulEngine(Engine):
@@ -280,7 +280,7 @@ class ForgetfulEngine(Engine):
 
 
 def test_a_forgotten_shape_is_found():
-    """A product of 3 rows has a kernel of its own in float32."""
+    """A product of 4 rows has a kernel of its own in float32, and a prompt of 3 tokens has 4."""
     engine = make("fp32", "sim", kind=ForgetfulEngine)
     known = every_launch(engine)
     with note_launches() as needed:

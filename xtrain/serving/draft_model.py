@@ -20,9 +20,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..device import to_device
+from .in_flight import to_host_later
 from .paged_cache import PagedCache
+from .prefill_rows import PrefillRows
 from .requests import Request
-from .runner import Runner, to_host_later
+from .runner import Runner
 from .speculation import Rate, Timing, count_accepted
 from .verifying import Row, Verifier
 from .work import graph_size
@@ -133,8 +135,8 @@ class DraftModel:
         tokens = request.tokens[:-1]
         for low in range(state.valid, len(tokens), self.prefill_tokens):
             chunk = tokens[low : low + self.prefill_tokens]
-            ids, sequences = self.cache.prefill(chunk, [len(chunk)], [low], [request.blocks], [0])
-            self.model.hidden(ids, sequences).data  # noqa: B018  (computes it)
+            rows = PrefillRows(chunk, [len(chunk)], [low], [request.blocks], [0])
+            self.runner.prefill(rows)
         state.valid = len(tokens)
         return True
 

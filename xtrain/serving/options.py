@@ -121,7 +121,9 @@ class EngineOptions(SharedOptions):
             "are written in place, call forget_prefixes"
         ),
     ] = True
-    graph: Annotated[bool, Doc("capture the decoding step as a CUDA graph, on a GPU")] = True
+    graph: Annotated[
+        bool, Doc("capture decoding steps and prefill passes as CUDA graphs, on a GPU")
+    ] = True
     prefill_tokens: Annotated[
         int | None,
         Doc(

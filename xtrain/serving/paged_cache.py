@@ -48,6 +48,7 @@ from ..nn.model import Transformer
 from ..nn.sequences import RotaryTables, Sequences
 from ..nn.tensor import Tensor
 from ..nn.variation import overrides
+from .prefill_rows import DeviceRows
 
 KINDS = ("full", "fp8")  # of the cache
 HOST_SHARE = 0.9  # of the memory that is free on a CPU; activations need the rest
@@ -255,60 +256,33 @@ class PagedCache:
         return c.max_seq_len
 
     # ------------------------------------------------------------------------- forward passes
-    def prefill(
-        self,
-        ids: list[int],
-        lengths: list[int],
-        history: list[int],
-        blocks: list[list[int]],
-        rows: list[int],
-        prompt_length: int | None = None,
-    ) -> tuple[Array, "CachedSequences"]:
-        """Return ids (N,) on the device and their sequences, each with some new tokens.
+    def prefill(self, rows: DeviceRows, longest: int, prompt_length: int = 0) -> "CachedSequences":
+        """Return the sequences of a pass over several tokens each (prefill_rows.py).
 
-        ids: the new tokens of all sequences, packed.
-        lengths: how many of them each sequence has.
-        history: how many tokens each sequence has in the cache.
-        blocks: the blocks of each sequence, with room for the new tokens.
-        rows: the rows (tokens) whose logits are needed.
+        longest: tokens of the longest one, at most.
         prompt_length: tokens of the whole prompt, for dynamic scaling; tokens after it, which were
         generated before a preemption, have the angles of decoding. A prompt beyond the trained
         length must be the only sequence.
         """
-        A = len(lengths)
-        N = len(ids)
-        M = max(-(-(n + h) // self.S) for n, h in zip(lengths, history))
-        tables_AM = np.full((A, M), -1, np.int32)
-        for a, row in enumerate(blocks):
-            tables_AM[a, : min(len(row), M)] = row[:M]
-        edges = [0, *itertools.accumulate(lengths)]
-        used: Any = np.unique(tables_AM[tables_AM >= 0]) if self.kind != "full" else []
-        # One copy to the device for all of them.
-        parts: list[Any] = [ids, edges, history, tables_AM.reshape(-1), rows, used]
-        ends = list(itertools.accumulate(map(len, parts)))
-        packed = to_device(np.concatenate(parts).astype(np.int32), self.model.device)
-        ids_N, edges_E, history_A, tables, wanted_W, blocks_U = (
-            packed[end - len(part) : end] for part, end in zip(parts, ends)
-        )
-        tables_AM = tables.reshape(A, M)
         position_tables = self.tables
         trained = self.trained_length
-        if prompt_length is not None and trained is not None and prompt_length > trained:
+        if trained is not None and prompt_length > trained:
             stretched = self._tables_for(prompt_length, prompt_length)
             cos, sin = (_join(a, b[prompt_length:]) for a, b in zip(stretched, self.tables))
             position_tables = cos, sin
-        places = token_positions(edges_E, N, history_A, tables_AM, self.S)
-        return ids_N, self._sequences(
-            B=A,
-            T=max(lengths),
+        N = len(rows.ids_N)
+        places = token_positions(rows.edges_E, N, rows.history_A, rows.tables_AM, self.S)
+        return self._sequences(
+            B=len(rows.history_A),
+            T=longest,
             position_tables=position_tables,
             places=places,
-            edges_E=edges_E,
-            history_A=history_A,
-            tables_AM=tables_AM,
-            wanted_W=wanted_W,
+            edges_E=rows.edges_E,
+            history_A=rows.history_A,
+            tables_AM=rows.tables_AM,
+            wanted_W=rows.wanted_W,
             one=False,
-            blocks_U=blocks_U,
+            blocks_U=rows.blocks_U,
         )
 
     def decode(

@@ -5,19 +5,17 @@ On a GPU the decoding step (model, sampling, advancing the counters) is a CUDA g
 size, and all its inputs are on the device. The host launches a step before it knows the tokens of
 the previous one. If a sequence turns out to have ended, one wasted token is computed for it and
 discarded. If a sequence is constrained, the step is two graphs, and the host makes its mask while
-the first one runs (masks.py).
+the first one runs (masks.py). A prefill is a CUDA graph, too (prefill_rows.py).
 """
 
 import collections
 import contextlib
-import itertools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from ..device import Array, cupy, is_gpu, mapped_array, to_device, to_numpy
+from ..device import Array, cupy, mapped_array, to_device, to_numpy
 from ..kernels.decoding.kept_tokens import kept_tokens, sampled_logits
 from ..kernels.decoding.logprobs import MAX_TOP, token_logprobs
 from ..kernels.decoding.penalties import (
@@ -34,71 +32,17 @@ from ..nn.autograd import Tensor, inference
 from ..nn.cuda_graph import EAGER_CALLS, Graphed
 from ..nn.model import Transformer
 from .decode_batch import DecodeBatch
+from .in_flight import ScoresInFlight, TokensInFlight, to_host_later
 from .masks import TokenMasks, accepting
 from .paged_cache import PagedCache
-from .requests import Request, State, TokenLogprobs
+from .prefill_rows import MOST_SEQUENCES, PassSizes, PrefillRows, round_rows, unpack
+from .requests import Request, State
 from .scoring import LOGIT_ROWS
-from .work import Arrived, NewScores, NewTokens, Prefill, ScoredChunk, Work, graph_size
+from .work import Arrived, Prefill, ScoredChunk, Work, graph_size
 
 LARGEST_PASS = 1025  # rows; no kernel is chosen because there are more
 # Sequences of the graphs that every_graph captures: each takes about 0.1 s, and there are 11.
 CAPTURED_AHEAD = 64
-
-
-@dataclass(frozen=True)
-class TokensInFlight:
-    """A launched pass that draws a token for each request.
-
-    logprobs: the results of token_logprobs, valid after wait_for_ids; empty if no request asks for
-    them.
-    rows: the rows of the requests in these arrays.
-    size: of the decoding step; 0: a prefill.
-    """
-
-    requests: list[Request]
-    wait_for_ids: Callable[[], list[int]]
-    logprobs: list[np.ndarray]
-    rows: list[int]
-    size: int = 0
-
-    def wait(self) -> NewTokens:
-        """Wait for the tokens."""
-        ids = self.wait_for_ids()
-        return NewTokens(self.requests, ids, self._token_logprobs(), self.size)
-
-    def _token_logprobs(self) -> Iterable[TokenLogprobs | None]:
-        """Return what the Completion of each request says about its token; None if it was not asked
-        for."""
-        if not self.logprobs:
-            return itertools.repeat(None)
-        counts = [r.logprobs for r in self.requests]
-        longest = max([n for n in counts if n is not None])
-        chosen, top_ids, top_values = self.logprobs
-        own = chosen[self.rows].tolist()
-        if longest == 0:
-            return [None if n is None else (x, []) for n, x in zip(counts, own)]
-        ids = top_ids[self.rows, :longest].tolist()
-        values = top_values[self.rows, :longest].tolist()
-        pairs = lambda ids, values: [(t, x) for t, x in zip(ids, values) if t >= 0]
-        rows = zip(counts, own, ids, values)
-        return [None if n is None else (x, pairs(t[:n], v[:n])) for n, x, t, v in rows]
-
-
-@dataclass(frozen=True)
-class ScoresInFlight:
-    """A launched pass whose log-probabilities the host has not read yet.
-
-    pieces: the results of token_logprobs, for some rows each.
-    """
-
-    chunks: list[ScoredChunk]
-    pieces: list[list[np.ndarray]]
-    wait_for_all: Callable[[], None]
-
-    def wait(self) -> NewScores:
-        """Wait for the log-probabilities."""
-        self.wait_for_all()
-        return NewScores(self.chunks, [np.concatenate(arrays) for arrays in zip(*self.pieces)])
 
 
 class Runner:
@@ -106,7 +50,7 @@ class Runner:
     results in order.
 
     cache: with its arrays allocated.
-    graph: capture the decoding step as a CUDA graph, on a GPU.
+    graph: capture decoding steps and prefill passes as CUDA graphs, on a GPU.
     in_flight: launched passes whose results have not been read.
     penalties, masks: of each slot; allocated when the first request has some.
     """
@@ -312,17 +256,15 @@ class Runner:
     def _launch_prefill(self, prefill: Prefill) -> None:
         chunks = prefill.chunks
         requests = [chunk.request for chunk in chunks]
-        ids_N, sequences = self.cache.prefill(
+        rows = PrefillRows(
             [token for chunk in chunks for token in chunk.tokens],
             [len(chunk.tokens) for chunk in chunks],
             [chunk.start for chunk in chunks],
             [request.blocks for request in requests],
             prefill.rows or [0],
-            len(requests[0].prompt),
+            [request.adapter for request in requests],
         )
-        numbers = [chunk.request.adapter for chunk in chunks for _ in chunk.tokens]
-        self.use_adapters(to_device(np.array(numbers, np.int32), self.model.device))
-        x_WC = self.model.hidden(ids_N, sequences).data
+        x_WC = self.prefill(rows, len(requests[0].prompt), bool(prefill.scored))
         if prefill.copy is not None:
             copy = prefill.copy
             self.cache.copy_blocks(copy.targets, copy.sources, copy.n_tokens)
@@ -332,6 +274,39 @@ class Runner:
             self.draw_first_tokens(prefill.drawing, logits)
         if prefill.scored:
             self._score(prefill.scored, x_WC[n_drawing:])
+
+    def prefill(self, rows: PrefillRows, prompt_length: int = 0, scored: bool = False) -> Array:
+        """Launch the forward pass of a prefill. Return hidden (W, C), first the wanted rows.
+
+        prompt_length: of the whole prompt, if it is the only one. scored: do requests ask for the
+        log-probabilities of the prompt's tokens?
+        """
+        cache = self.cache
+        if self.has_rounded_sizes(rows, prompt_length, scored):
+            sizes = rows.rounded_sizes(cache.S)
+            packed = to_device(rows.pack(sizes), self.model.device)
+            if self.graphed is not None:
+                return self.graphed(packed, variant=(self.prefill_pass, sizes))[0]
+        else:
+            sizes = rows.sizes(cache.S, cache.kind != "full")
+            packed = to_device(rows.pack(sizes), self.model.device)
+        return self.prefill_pass(sizes, packed, prompt_length)[0]
+
+    def has_rounded_sizes(self, rows: PrefillRows, prompt_length: int, scored: bool) -> bool:
+        """Return True if a GPU can capture the pass: no codes in the cache, no wanted rows beyond
+        one of each sequence, no RoPE angles of the prompt's own."""
+        if self.model.device == "cpu" or self.cache.kind != "full" or scored:
+            return False
+        longest = self.cache.trained_length
+        usual = longest is None or prompt_length <= longest
+        return usual and len(rows.lengths) <= MOST_SEQUENCES
+
+    def prefill_pass(self, sizes: PassSizes, packed: Array, prompt_length: int = 0) -> tuple[Array]:
+        """Compute hidden (W, C) of the wanted rows: what a CUDA graph records."""
+        rows = unpack(packed, sizes)
+        self.use_adapters(rows.adapters_N)
+        sequences = self.cache.prefill(rows, sizes.T, prompt_length)
+        return (self.model.hidden(rows.ids_N, sequences).data,)
 
     def draw_first_tokens(self, requests: list[Request], logits: Array) -> None:
         """Sample a token for each request, row by row of logits, and put it where the decoding step
@@ -493,7 +468,8 @@ class Runner:
         Kernels are chosen by the number of rows, at most at powers of two, and up to 8 rows some
         are compiled for each number.
         """
-        longest = min(prefill_tokens, self.max_batch * (self.max_seq_len - 1), LARGEST_PASS)
+        longest = min(prefill_tokens, self.max_batch * (self.max_seq_len - 1))
+        longest = min(round_rows(longest), LARGEST_PASS)
         powers = [1 << i for i in range(3, longest.bit_length())]
         rows = {*range(1, 9), *powers, *(n + 1 for n in powers), longest}
         self.penalties = self.empty_penalties(1)
@@ -540,9 +516,9 @@ class Runner:
         lengths = [len(x) for x in np.array_split(np.zeros(n), A)]
         tables = [[0] * -(-max(lengths) // self.cache.S)] * A
         last = (np.cumsum(lengths) - 1).tolist()
-        self.use_adapters(to_device(np.zeros(n, np.int32), self.model.device))
-        ids_N, sequences = self.cache.prefill([0] * n, lengths, [0] * A, tables, last)
-        logits = self.model.logits(self.model.hidden(ids_N, sequences)).data
+        rows = PrefillRows([0] * n, lengths, [0] * A, tables, last, [0] * A)
+        x_WC = self.prefill(rows, scored=True)  # with rounded sizes there are fewer kernels
+        logits = self.model.logits(Tensor(x_WC)).data
         ids = to_device(np.zeros(A, np.int32), self.model.device)
         self.sample(logits, ids, self.batch.rows(list(range(A))), True, True, True)
 
@@ -565,13 +541,3 @@ def _host_rows(requests: list[Request]) -> list[int]:
     """Return the row of device_to_host_ids in which each request's newest token arrives, as
     `advance` writes it."""
     return [(len(r.completion) + r.in_flight - 1) % 2 for r in requests]
-
-
-def to_host_later(x: Array) -> np.ndarray:
-    """Return an array in host memory that has the values of x when the kernels launched so far, and
-    the copy, have ended."""
-    if not is_gpu(x):
-        return to_numpy(x)
-    host, host_gpu = mapped_array(x.shape, x.dtype)
-    host_gpu[...] = x
-    return host

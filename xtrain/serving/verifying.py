@@ -21,9 +21,10 @@ import numpy as np
 
 from ..device import Array, to_device
 from .decode_batch import DecodeBatch
+from .in_flight import TokensInFlight, to_host_later
 from .masks import accepting
 from .requests import Request
-from .runner import Runner, TokensInFlight, extras_of, to_host_later
+from .runner import Runner, extras_of
 from .speculation import MOST_ROWS, verifying_size
 from .work import VerifiedTokens
 

@@ -59,6 +59,7 @@ def with_few_layers(runner: Any) -> Any:
     """Return a copy of a Runner whose model shares the weights and has one layer of each kind, as
     they launch the same kernels; all layers of a model with a variation."""
     runner = copy.copy(runner)
+    runner.graphed = None  # nothing is launched
     if runner.verifier is not None:
         runner.verifier = copy.copy(runner.verifier)
         runner.verifier.runner = runner
