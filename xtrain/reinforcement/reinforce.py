@@ -50,6 +50,7 @@ from ..formats.texts import load_texts
 from ..kernels.cross_entropy import IGNORE
 from ..kernels.decoding.sampling import UNCHANGED
 from ..kernels.runtime.invariance import batch_invariant
+from ..kernels.runtime.launch import empty
 from ..nn import functional as F
 from ..nn.autograd import Tensor, no_grad
 from ..nn.model import Transformer
@@ -436,7 +437,11 @@ class ReinforceRun(Run):
 
     def loss(self, batch: Rollouts, inv_count: Array) -> Tensor:  # type: ignore[override]
         """Return the loss of some rows of `next_batch`."""
-        logprobs = self.model.logprobs(batch.ids, batch.targets, None, self.sampling, batch.kept)
+        entropies = None
+        if self.algorithm.entropies:
+            entropies = empty(batch.drawn, batch.drawn.shape, np.float32)
+        constants = (None, self.sampling, batch.kept, entropies)
+        logprobs = self.model.logprobs(batch.ids, batch.targets, *constants)
         host = each_array(batch._replace(kept=None), to_numpy)
         result = surrogate(
             self.algorithm.objective,
@@ -448,6 +453,7 @@ class ReinforceRun(Run):
             self.config.clip_range,
             self.config.kl if self.algorithm.kl == "loss" else 0.0,
             host.reference,
+            None if entropies is None else to_numpy(entropies),
         )
         self.measured.append(result)
         gradient = to_device(result.dlogprobs, self.model.device)
