@@ -6,7 +6,16 @@ import cupy as cp
 import numpy as np
 from _cases import C, Case, D, H, N, Peer, T, V, case, converted, double, draw, functional, size
 
-from xtrain.kernels import cross_entropy, layout, qk_norm_rope, residual, rmsnorm, rope, softmax
+from xtrain.kernels import (
+    cross_entropy,
+    entropy,
+    layout,
+    qk_norm_rope,
+    residual,
+    rmsnorm,
+    rope,
+    softmax,
+)
 from xtrain.kernels.runtime.launch import launch
 
 EPS = 1e-6
@@ -207,7 +216,7 @@ def swap_heads(dtype):
     )
 
 
-# --------------------------------------------------------------------- softmax.py, cross_entropy.py
+# --------------------------------------------------------------------- softmax.py, cross_entropy.py, entropy.py
 def torch_causal_softmax(s):
     import torch
 
@@ -284,5 +293,24 @@ def cross_entropy_both(dtype):
         got=got,
         want=want,
         peer=Peer(loss, (logits, targets), ()),
+        shape=f"N={N} V={V}",
+    )
+
+
+@case
+def entropy_fwd(dtype):
+    logits = draw(dtype, N, V, scale=2.0)
+    rows = slice(0, N, N // 16)
+
+    def peer(logits):
+        logprobs = functional().log_softmax(logits.float(), -1)
+        return -(logprobs.exp() * logprobs).sum(-1)
+
+    return Case(
+        logits.nbytes,
+        lambda: entropy.entropy(logits, V),
+        got=lambda: (entropy.entropy(logits, V)[rows],),
+        want=lambda: (entropy.entropy_ref(double(logits[rows]), V),),
+        peer=Peer(peer, (logits,)),
         shape=f"N={N} V={V}",
     )

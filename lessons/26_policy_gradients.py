@@ -569,14 +569,20 @@ lesson.figures.curves(range(10, 61, 10), tens, "step", "mean reward of ten steps
 # ## The library's kernel
 #
 # Like LoRA, GRPO needs no new kernel. The log-probabilities come from the kernels of cross-entropy, and
-# the loss is a few numbers per token, computed on the host. `python -m xtrain.reinforce` uses these two
-# functions; `surrogate` has your 26.3 and 26.4 in one:
+# the loss is a few numbers per token, computed on the host. An algorithm is three functions: advantages
+# (your 26.2), the clipped loss of each token (26.3), and the weight of each token in the sum. Another
+# algorithm is another function in one of the three places
+# ([Train a model on rewards](howto/reinforce.md#algorithms)). `surrogate` adds the KL (26.4), and makes a
+# loss of them:
 
 # %%
 from xtrain.reinforcement import grpo
+from xtrain.reinforcement.surrogate import surrogate
 
 lesson.source(grpo.advantages_of)
-lesson.source(grpo.surrogate)
+lesson.source(grpo.clipped)
+lesson.source(grpo.of_tokens)
+lesson.source(surrogate)
 
 # %% [markdown]
 # Do yours agree with it, on random numbers?
@@ -586,7 +592,8 @@ draw = np.random.default_rng(3)
 now, old, ref, A = (draw.normal(-2, 0.4, (4, 6)) for _ in range(4))
 counted = draw.random((4, 6)) < 0.7
 inv = 1 / counted.sum()
-theirs = grpo.surrogate(now, old, A, counted, inv, 0.2, 0.1, ref)
+weights = np.full(4, inv)
+theirs = surrogate(grpo.of_tokens, now, old, A, counted, weights, (0.2, 0.2), 0.1, ref)
 losses, slopes = clipped(now[counted], old[counted], A[counted], 0.2)
 value, more = kl_to_reference(now, ref, counted)
 print("loss:      ", np.isclose(losses.mean() + 0.1 * value, theirs.loss))

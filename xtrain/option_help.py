@@ -21,7 +21,9 @@ GROUPS = {
     "the model": "preset depth dim layers heads kv-heads head-dim hidden-dim qk-norm tie-embeddings init change "
     "lora lora-alpha lora-targets",
     "rollouts": "group max-new-tokens temperature top-p top-k min-p logprobs-of exact rollout-batch rollouts-every",
-    "rewards": "task reward-timeout reward-errors scale-rewards updates clip-ratio kl reference",
+    "rewards": "task reward-timeout reward-errors",
+    "the algorithm": "algorithm updates clip-ratio clip-ratio-high kl reference scale-rewards mask-truncated "
+    "dynamic-sampling",
     "how long": "steps epochs batch micro-batch seq-len stop-at time-limit",
     "the optimizer": "lr warmup schedule min-lr-ratio decay-fraction decay-shape optimizer weight-decay clip beta1 "
     "beta2 eps ema max-skips spike-z seed",

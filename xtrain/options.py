@@ -183,12 +183,22 @@ def known_name(
 def find_function(option: str, name: str, example: str) -> Callable[..., Any]:
     """Return the function MODULE:FUNCTION that an option names; modules in the current folder are
     found, too. Raises UserError."""
-    module, _, function = name.partition(":")
-    if not module or not function or module.endswith(".py") or "/" in module:
-        raise UserError(f"{option} {name!r} must be MODULE:FUNCTION, such as {example}")
+    target = find_object(option, name, example, "MODULE:FUNCTION")
+    if not callable(target):
+        module, _, function = name.partition(":")
+        raise UserError(f"{option} {name}: {module} has no function {function!r}: name another")
+    return target
+
+
+def find_object(option: str, name: str, example: str, form: str = "MODULE:NAME") -> Any:
+    """Return the object MODULE:NAME that an option names, None if the module does not have it.
+    Raises UserError if there is no such module."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute or module.endswith(".py") or "/" in module:
+        raise UserError(f"{option} {name!r} must be {form}, such as {example}")
     sys.path.insert(0, "")
     try:
-        target = getattr(importlib.import_module(module), function, None)
+        return getattr(importlib.import_module(module), attribute, None)
     except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]
         what = "there is no such module here"
@@ -200,9 +210,6 @@ def find_function(option: str, name: str, example: str) -> Callable[..., Any]:
         ) from None
     finally:
         sys.path.remove("")
-    if not callable(target):
-        raise UserError(f"{option} {name}: {module} has no function {function!r}: name another")
-    return target
 
 
 def name_of(function: Callable[..., Any]) -> str:

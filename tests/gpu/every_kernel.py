@@ -31,6 +31,7 @@ from xtrain.kernels.attention.key_bounds import KeyBounds, document_bounds
 from xtrain.kernels.cast import BFLOAT16, cast_fwd
 from xtrain.kernels.checksum import checksum, compare
 from xtrain.kernels.cross_entropy import count_targets, cross_entropy, mean_loss
+from xtrain.kernels.entropy import entropy
 from xtrain.kernels.decoding import sampling
 from xtrain.kernels.decoding.adapter_columns import keep_own_columns
 from xtrain.kernels.decoding.gemv import add_norm_gemv, gemv, gemv_fits
@@ -153,6 +154,7 @@ def tables(dtype):
         inverse = count_targets(targets)
         for gradient in (True, False):
             logits = draw(N, padded, dtype=dtype)
+            entropy(logits, V)
             mean_loss(cross_entropy(logits, targets, V, inverse, gradient)[0], inverse)
 
 

@@ -31,6 +31,7 @@ from xtrain.kernels import (
     cross_entropy,
     elementwise,
     embedding,
+    entropy,
     grad_norm,
     layout,
     moving_average,
@@ -96,6 +97,7 @@ def launch_everything(dtype):
     inverse = cross_entropy.count_targets(ids)
     loss, _ = cross_entropy.cross_entropy(new(2, 128), ids, 100, inverse)
     cross_entropy.mean_loss(loss, inverse)
+    entropy.entropy(new(2, 128), 100)
     cast.cast_fwd(new(8), np.float32 if dtype == BF16 else BF16)
     stats = grad_norm.grad_norm(f32(8), 1.0)
     skip.skip_unless_finite(stats[1:], sim(np.zeros(1, np.int32)), stats[:1], f32(2), 3)

@@ -73,8 +73,11 @@ def test_log_probabilities_and_their_gradients():
     (theirs * torch.tensor(factors[counted])).sum().backward()
     for rows in (64, None):
         ox, ow = (Tensor(to_device(a, DEVICE), requires_grad=True) for a in (x, w))
-        logprobs = F.linear_logprobs(ox, ow, to_device(targets, DEVICE), 37, rows)
+        entropies = to_device(np.zeros(70, np.float32), DEVICE)
+        logprobs = F.linear_logprobs(ox, ow, to_device(targets, DEVICE), 37, rows, entropies_N=entropies)  # fmt: skip
         found = to_host(logprobs.data)
+        exact = torch.distributions.Categorical(logits=(tx @ tw[:37].T).detach()).entropy()
+        np.testing.assert_allclose(to_host(entropies), exact.numpy(), rtol=1e-5)
         assert np.array_equal(np.isnan(found), ~counted)
         np.testing.assert_allclose(found[counted], theirs.detach().numpy(), rtol=1e-5, atol=1e-6)
         logprobs.backward(to_device(factors, DEVICE))

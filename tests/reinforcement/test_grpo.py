@@ -6,7 +6,8 @@ import twins
 from checks import rng
 
 from xtrain.nn import functional as F
-from xtrain.reinforcement.grpo import EPSILON, advantages_of, surrogate
+from xtrain.reinforcement.grpo import EPSILON, advantages_of, of_tokens
+from xtrain.reinforcement.surrogate import surrogate
 
 
 def torch_loss(now, then, advantages, counted, clip, kl, reference):
@@ -34,8 +35,8 @@ def test_loss_and_derivative_are_those_of_pytorch():
     rest = (torch.tensor(x) for x in (then, advantages, counted))
     theirs = torch_loss(given, *rest, 0.2, 0.1, torch.tensor(reference))
     theirs.backward()
-    inv = 1 / counted.sum()
-    found = surrogate(now, then, advantages, counted, inv, 0.2, 0.1, reference)
+    weights = np.full(len(now), 1 / counted.sum())
+    found = surrogate(of_tokens, now, then, advantages, counted, weights, (0.2, 0.2), 0.1, reference)  # fmt: skip
     assert abs(found.loss - theirs.item()) < 1e-12
     np.testing.assert_allclose(found.dlogprobs, given.grad.numpy(), rtol=1e-6, atol=1e-9)
     ratio = np.exp(now - then)[counted]
@@ -47,11 +48,12 @@ def test_loss_and_derivative_are_those_of_pytorch():
 def test_the_same_log_probabilities_give_exactly_one_and_zero():
     then, _, advantages, counted = (x.astype(np.float32) for x in rollouts())
     counted = counted.astype(bool)
-    found = surrogate(then, then, advantages, counted, 0.25, 0.2)
+    weights = np.full(len(then), 0.25)
+    found = surrogate(of_tokens, then, then, advantages, counted, weights, (0.2, 0.2))
     assert found.ratio_error == 0 and found.kl == 0 and found.clipped == 0
     assert np.array_equal(found.dlogprobs[counted], -0.25 * advantages[counted])  # REINFORCE
     other = np.nextafter(then, np.float32(0))
-    found = surrogate(other, then, advantages, counted, 0.25, 0.2)
+    found = surrogate(of_tokens, other, then, advantages, counted, weights, (0.2, 0.2))
     assert found.ratio_error > 0 and found.kl > 0  # one bit is noticed
 
 
@@ -60,6 +62,10 @@ def test_advantages():
     assert not advantages_of(rewards)[1].any()
     np.testing.assert_allclose(advantages_of(rewards)[0], [0.5 / (0.5 + EPSILON)] * np.array([1, -1, -1, 1]), rtol=1e-6)  # fmt: skip
     assert advantages_of(rewards, scale=False)[0].tolist() == [0.5, -0.5, -0.5, 0.5]
+    some = np.array([[1.0, np.nan, 0, np.nan], [np.nan] * 4])
+    assert advantages_of(some, scale=False).tolist() == [[0.5, 0, -0.5, 0], [0] * 4]
+    sample = np.std(rewards[0], ddof=1)
+    np.testing.assert_allclose(advantages_of(rewards, ddof=1)[0, 0], 0.5 / (sample + EPSILON))
 
 
 def test_the_gradient_of_every_parameter_is_that_of_pytorch():
@@ -71,8 +77,8 @@ def test_the_gradient_of_every_parameter_is_that_of_pytorch():
     logprobs = model.logprobs(ids, targets)
     assert np.array_equal(np.isnan(logprobs.data), ~counted)
     then = np.nan_to_num(logprobs.data) + rng(3).normal(0, 0.2, ids.shape)
-    inv = 1 / counted.sum()
-    found = surrogate(logprobs.data, then, advantages, counted, inv, 0.2, 0.05, reference)
+    weights = np.full(len(ids), 1 / counted.sum())
+    found = surrogate(of_tokens, logprobs.data, then, advantages, counted, weights, (0.2, 0.2), 0.05, reference)  # fmt: skip
     assert found.clipped > 0
     F.with_gradient(logprobs, found.loss, found.dlogprobs).backward()
     other = twins.twin(model)

@@ -240,6 +240,7 @@ def linear_logprobs(
     rows: int | None = None,
     sampling: Sampling = UNCHANGED,
     kept_NW: Array | None = None,
+    entropies_N: Array | None = None,
 ) -> Tensor:
     """Return log softmax(x w^T) at the targets, in nats, NaN where the target is -100.
 
@@ -251,8 +252,10 @@ def linear_logprobs(
         temperature, softmax over the kept tokens (and the target) alone.
     kept_NW: the kept tokens, a constant: masks (N, W) int32 of kernels/decoding/kept_tokens.py;
         None: those of these logits.
+    entropies_N: (N,) float32, is filled with the entropies of the same distributions, in nats.
     """
-    return LinearLogprobs.apply(x_NC, w_PC, targets_N, vocab_size, rows, sampling, kept_NW)
+    options = (rows, sampling, kept_NW, entropies_N)
+    return LinearLogprobs.apply(x_NC, w_PC, targets_N, vocab_size, *options)
 
 
 def with_gradient(x: Tensor, value: float, dx: Array) -> Tensor:

@@ -8,6 +8,7 @@ from ..device import Array
 from ..kernels import cast as _cast
 from ..kernels import cross_entropy as _cross_entropy
 from ..kernels import elementwise as _elementwise
+from ..kernels import entropy as _entropy
 from ..kernels import gemm as _gemm
 from ..kernels import linear_cross_entropy as _linear_cross_entropy
 from ..kernels.decoding import kept_tokens as _kept_tokens
@@ -87,7 +88,15 @@ class LinearLogprobs(Function):
 
     @staticmethod
     def forward(
-        ctx, x_NC, w_PC, targets_N, vocab_size, rows=None, sampling=UNCHANGED, kept_NW=None
+        ctx,
+        x_NC,
+        w_PC,
+        targets_N,
+        vocab_size,
+        rows=None,
+        sampling=UNCHANGED,
+        kept_NW=None,
+        entropies_N=None,
     ):
         N = x_NC.shape[0]
         logprobs_N = empty(x_NC, N, wide_dtype(x_NC))
@@ -99,6 +108,8 @@ class LinearLogprobs(Function):
             if new:
                 kept_NW[part] = kept_of(logits, targets_N[part], sampling, vocab_size)
             change_logits(logits, part)
+            if entropies_N is not None:
+                entropies_N[part] = _entropy.entropy(logits, vocab_size)
             found = _logprobs.token_logprobs(logits, targets_N[part], 0, vocab_size)
             logprobs_N[part] = found[0]
         ctx.save(x_NC, w_PC, targets_N, vocab_size, rows, sampling, change_logits)

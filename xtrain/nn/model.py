@@ -224,6 +224,7 @@ class Transformer(Module):
         starts: Array | None = None,
         sampling: Sampling = UNCHANGED,
         kept: Array | None = None,
+        entropies: Array | None = None,
     ) -> Tensor:
         """Return the log-probability of each target, (B, T) float32; NaN at -100.
 
@@ -237,13 +238,18 @@ class Transformer(Module):
             keep. The bits are those of `Engine(batch_invariant=True, logprobs_of="sampled")`.
         kept: the kept tokens as `kept_tokens` has returned them, perhaps for other weights; None:
             those of the weights now. They are a constant of the gradient.
+        entropies: (B, T) float32 on the device, is filled with the entropies of the same
+            distributions, in nats, also at -100. They have no gradient.
         """
         head = self._plain_head()
         x_NC, targets_N = self._hidden_and_targets(ids, targets, starts)
         if kept is not None:
             kept = self._to_device(kept.reshape(targets_N.size, -1))
         vocab_size = self.config.vocab_size
-        logprobs_N = F.linear_logprobs(x_NC, head, targets_N, vocab_size, None, sampling, kept)
+        if entropies is not None:
+            entropies = entropies.reshape(-1)
+        options = (None, sampling, kept, entropies)
+        logprobs_N = F.linear_logprobs(x_NC, head, targets_N, vocab_size, *options)
         return logprobs_N.reshape(*ids.shape)
 
     def kept_tokens(self, ids: Array, targets: Array, sampling: Sampling) -> Array:

@@ -1,24 +1,36 @@
 """The options of reinforcement learning."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 from ..errors import UserError
 from ..kernels.decoding.sampling import Sampling
-from ..run_options import RESUME_KEYS
+from ..run_options import RESUME_KEYS, need_positive
 from ..tuning.finetune import AdapterOptions
+from .surrogate import Algorithm
 
 KEYS: tuple[str, ...] = (
     "task",
+    "algorithm",
     "group",
     "updates",
     "clip_ratio",
+    "clip_ratio_high",
+    "mask_truncated",
+    "dynamic_sampling",
     "kl",
     "max_new_tokens",
     "exact",
     "scale_rewards",
 )
 KEYS += ("temperature", "top_p", "top_k", "min_p", "logprobs_of")
+# options that an algorithm decides, and their values if it does not
+OF_ALGORITHM: dict[str, Any] = {
+    "clip_ratio": 0.2,
+    "clip_ratio_high": None,
+    "mask_truncated": False,
+    "dynamic_sampling": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -46,12 +58,25 @@ class ReinforceConfig(AdapterOptions):
     updates: int = 1  # optimizer steps with the completions of a step
     lr: float | None = 1e-6  # peak learning rate
     warmup: int | None = 0  # steps of linear warm-up
+    # grpo, grpo_paper, dr_grpo, bnpo, dapo, gspo, cispo, rloo, reinforce++, or MODULE:NAME, an
+    # Algorithm of yours (lessons/howto/reinforce.md)
+    algorithm: str = "grpo"
     # a token's probability ratio may differ from 1 by this in the direction of its advantage;
-    # beyond, it has no gradient
-    clip_ratio: float = 0.2
+    # beyond, it has no gradient; none: that of the algorithm, mostly 0.2
+    clip_ratio: float | None = None
+    # the same above 1, where it differs; none: that of the algorithm, mostly --clip-ratio
+    clip_ratio_high: float | None = None
     kl: float = 0.0  # weight of the KL divergence to the reference; 0: no reference
     reference: str | None = None  # folder of the reference; none: --init
-    scale_rewards: bool = True  # divide advantages by the standard deviation of their group
+    # divide advantages by the standard deviation of their group; not for dr_grpo, rloo,
+    # reinforce++
+    scale_rewards: bool = True
+    # no loss for completions that --max-new-tokens ended; none: that of the algorithm, true for
+    # dapo
+    mask_truncated: bool | None = None
+    # draw completions of further prompts in place of groups of equal rewards, at most so many
+    # batches in a step; none: that of the algorithm, 1, with dapo 3
+    dynamic_sampling: int | None = None
     # batch-invariant mode: log-probabilities of rollouts and training have the same bits; without
     # it, the drift is measured
     exact: bool = True
@@ -118,8 +143,13 @@ class ReinforceConfig(AdapterOptions):
             self.sampling()
         except ValueError as error:
             raise UserError(f"--{str(error).replace('_', '-', 1)}") from None
-        if not 0 < self.clip_ratio < 1:
+        if self.clip_ratio is not None and not 0 < self.clip_ratio < 1:
             raise UserError(f"--clip-ratio must be between 0 and 1, got {self.clip_ratio}")
+        if self.clip_ratio_high is not None and not 0 < self.clip_ratio_high < float("inf"):
+            raise UserError(
+                f"--clip-ratio-high must be a positive number, got {self.clip_ratio_high}"
+            )
+        need_positive(self, ("dynamic_sampling",))
         if not 0 <= self.reward_timeout < float("inf"):
             raise UserError(
                 f"--reward-timeout must be a number of seconds, 0 for no limit, got "
@@ -130,6 +160,13 @@ class ReinforceConfig(AdapterOptions):
         if self.reference and not self.kl and not self.resume:
             raise UserError("--reference needs --kl: give its weight, or neither")
 
+    def with_algorithm(self, algorithm: Algorithm) -> "ReinforceConfig":
+        """Return the config with every option that the algorithm decides."""
+        given = {name: getattr(self, name) for name in OF_ALGORITHM}
+        options = OF_ALGORITHM | algorithm.options
+        options |= {name: value for name, value in given.items() if value is not None}
+        return replace(self, **options)
+
     def sampling(self) -> Sampling:
         """Return how rollouts are drawn. Raises ValueError for a value out of range."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
@@ -137,6 +174,16 @@ class ReinforceConfig(AdapterOptions):
 
 @dataclass(frozen=True)
 class PreparedConfig(ReinforceConfig):
-    """A ReinforceConfig with what the prompts decide."""
+    """A ReinforceConfig with what the prompts and the algorithm decide."""
 
     seq_len: int = 0  # tokens of the longest prompt and of --max-new-tokens
+    clip_ratio: float = 0.2
+    mask_truncated: bool = False
+    dynamic_sampling: int = 1
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far the ratio may differ from 1, below and above."""
+        if self.clip_ratio_high is None:
+            return self.clip_ratio, self.clip_ratio
+        return self.clip_ratio, self.clip_ratio_high

@@ -1,8 +1,8 @@
-"""Reinforcement learning with GRPO: the rollouts, the step, and the run.
+"""Reinforcement learning: the rollouts, the step, and the run.
 
 A step has three parts. The engine (serving/engine.py) draws completions with the model that is
 trained: the same object, the same memory, in the same process. The task rewards them. Then come
---updates optimizer steps over them (grpo.py).
+--updates optimizer steps over them, with the loss of the --algorithm (surrogate.py, grpo.py).
 
 With --exact, rollouts and training compute in batch-invariant mode: both give the same bits for the
 log-probability of a token. So the ratio of the first update is exactly 1 and the KL between the two
@@ -50,6 +50,7 @@ from ..formats.texts import load_texts
 from ..kernels.cross_entropy import IGNORE
 from ..kernels.decoding.sampling import UNCHANGED
 from ..kernels.runtime.invariance import batch_invariant
+from ..kernels.runtime.launch import empty
 from ..nn import functional as F
 from ..nn.autograd import Tensor, no_grad
 from ..nn.model import Transformer
@@ -61,11 +62,13 @@ from ..training.single_process import SingleProcess
 from ..tuning.examples import Example
 from ..tuning.finetune import hold_out, model_source, train_from
 from ..tuning.rows import rows_of
-from .grpo import Surrogate, advantages_of, surrogate
+from .algorithms import find_algorithm
 from .options import PreparedConfig, ReinforceConfig
 from .prompts import Prompt, Prompts, read_prompts
 from .rewards import Interrupted, RewardError, Task
+from .surrogate import Rewarded, Surrogate, surrogate
 
+EQUAL_REWARDS = 1e-6  # differ by at most this
 LOGGED_STEPS = 100  # in rollouts.jsonl over a run, about
 
 
@@ -75,7 +78,8 @@ class Rollouts(NamedTuple):
 
     ids, targets: prompt and completion; the targets of the prompt are -100.
     drawn: the log-probability of each token when it was drawn.
-    advantages: of the completion, at each of its tokens.
+    advantages: of each token.
+    weights: (batch / ranks,) of each token of a completion, in the sum that is the loss.
     reference: the log-probabilities of the reference; None without --kl.
     kept: the tokens that sampling keeps, bits (batch / ranks, longest, W) as of
         Transformer.kept_tokens; None if only the first update needs them, which finds them itself.
@@ -84,9 +88,24 @@ class Rollouts(NamedTuple):
     ids: Any
     targets: Any
     drawn: Any
-    advantages: Any
+    advantages: Any = None
+    weights: Any = None
     reference: Any = None
     kept: Any = None
+
+
+class Group(NamedTuple):
+    """A prompt, its completions, and their rewards: (G,) float64, NaN where there is none."""
+
+    prompt: Prompt
+    completions: list[Completion]
+    rewards: np.ndarray
+
+    @property
+    def is_equal(self) -> bool:
+        """Are all rewards equal, so that an algorithm learns nothing from comparing them?"""
+        rewards = self.rewards[np.isfinite(self.rewards)]
+        return not rewards.size or float(np.ptp(rewards)) <= EQUAL_REWARDS
 
 
 class ReinforceRun(Run):
@@ -104,6 +123,7 @@ class ReinforceRun(Run):
         super().__init__(*arguments)
         c = self.config
         device = self.model.device
+        self.algorithm = find_algorithm(c.algorithm)
         self.task = Task(c.task)
         self.stop = self.corpus.stop
         self.failures: list[str] = []  # of the task, in this step
@@ -200,7 +220,39 @@ class ReinforceRun(Run):
             raise
 
     def rollouts(self) -> Rollouts:
-        """Draw completions and reward them."""
+        """Draw completions and reward them. With --dynamic-sampling, groups of equal rewards are
+        replaced by those of the next prompts."""
+        c = self.config
+        groups = self.draw()
+        drawn_groups = list(groups)
+        for _ in range(c.dynamic_sampling - 1):
+            equal = [i for i, group in enumerate(groups) if group.is_equal]
+            if not self.ranks.any(bool(equal)):
+                break
+            more = self.draw()
+            drawn_groups += more
+            for i, group in zip(equal, [x for x in more if not x.is_equal]):
+                groups[i] = group
+        self.rollout_numbers = self.numbers_of(drawn_groups)
+        rewards = np.array([x.rewards for x in groups])
+        rows = [(x.prompt, completion) for x in groups for completion in x.completions]
+        examples = [[example(*row)] for row in rows]
+        ids, targets, _ = rows_of(examples, max(len(x.ids) - 1 for (x,) in examples))
+        drawn = np.zeros(ids.shape, np.float32)
+        for i, (prompt, completion) in enumerate(rows):
+            start = len(prompt.ids) - 1
+            drawn[i, start : start + len(completion)] = [x for x, _ in completion.logprobs or ()]
+            truncated = c.mask_truncated and completion.reason != "stop"
+            if truncated or np.isnan(rewards.flat[i]):
+                targets[i] = IGNORE
+        self.tokens = ids.size * self.ranks.world
+        batch = self.with_constants(Rollouts(ids, targets, drawn))
+        batch = self.with_advantages(batch, rewards)
+        self.log_rollouts(rows, rewards.ravel(), batch)
+        return batch
+
+    def draw(self) -> list[Group]:
+        """Draw completions of the next prompts, and reward them."""
         c, loader = self.config, self.loader
         first = loader.position + loader.rank * (loader.B // loader.world)
         prompts = [self.corpus.train[loader.order(e)[w]] for e, w in loader.next_windows()]
@@ -213,63 +265,55 @@ class ReinforceRun(Run):
         )
         self.failures = []
         rewards = self.rewards(prompts, completions, c.group)
-        rewarded = np.isfinite(rewards)
-        prompt_of_row = [x for x in prompts for _ in range(c.group)]
-        rows = [example(x, completion) for x, completion in zip(prompt_of_row, completions)]
-        ids, targets, _ = rows_of([[x] for x in rows], max(len(x.ids) - 1 for x in rows))
-        drawn, advantages = (np.zeros(ids.shape, np.float32) for _ in range(2))
-        scaled = np.zeros(rewards.shape, np.float32)
-        for i in range(len(prompts)):
-            own = rewarded[i]
-            if own.any():
-                scaled[i, own] = advantages_of(rewards[i : i + 1, own], c.scale_rewards)
-        targets[~rewarded.reshape(-1)] = IGNORE
-        for row, (prompt, completion) in enumerate(zip(prompt_of_row, completions)):
-            start = len(prompt.ids) - 1
-            drawn[row, start : start + len(completion)] = [x for x, _ in completion.logprobs or ()]
-            advantages[row] = scaled.flat[row]
-        self.log_rollouts(prompt_of_row, completions, rewards.ravel(), scaled.ravel())
-        own_rewards = [row[own] for row, own in zip(rewards, rewarded)]
+        groups = [completions[i : i + c.group] for i in range(0, len(completions), c.group)]
+        return [Group(*row) for row in zip(prompts, groups, rewards)]
+
+    def numbers_of(self, groups: list[Group]) -> dict[str, float]:
+        """Return the numbers of everything that was drawn in this step, on all ranks. Raises
+        StepAbandoned if there is no reward."""
+        c = self.config
+        completions = [completion for x in groups for completion in x.completions]
+        rewards = [x.rewards[np.isfinite(x.rewards)] for x in groups]
         sums = [
-            rewards[rewarded].sum(),
+            np.concatenate(rewards).sum(),
             sum(map(len, completions)),
-            sum(len(set(own)) < 2 for own in own_rewards),
-            sum(own.std() for own in own_rewards if own.size),
+            sum(x.is_equal for x in groups),
+            sum(own.std() for own in rewards if own.size),
             sum(x.reason != "stop" for x in completions),
             -sum(logprob for x in completions for logprob, _ in x.logprobs or ()),
-            rewards.size,
-            rewarded.sum(),
+            len(completions),
+            sum(own.size for own in rewards),
         ]
-        total, tokens, same, deviations, truncated, entropy, n, n_rewarded = self.ranks.sum(
+        total, tokens, equal, deviations, truncated, entropy, n, rewarded = self.ranks.sum(
             [float(x) for x in sums]
         )
-        if not n_rewarded:
+        if not rewarded:
             why = f"the task {c.task} returned None for all: return a number for some of them"
             if self.failures:
                 why = self.failures[-1]
             raise StepAbandoned(f"step {self.done + 1}: no completion has a reward: {why}")
-        self.tokens = ids.size * self.ranks.world
-        self.rollout_numbers = {
-            "reward": total / n_rewarded,
+        numbers = {
+            "reward": total / rewarded,
             "reward_std": deviations * c.group / n,
             "completion_tokens": tokens / n,
             "truncated": truncated / n,
             "entropy": entropy / tokens,
-            "equal_groups": same * c.group / n,
+            "equal_groups": equal * c.group / n,
         }
-        if n_rewarded < n:
-            self.rollout_numbers["without_reward"] = 1 - n_rewarded / n
-        return self.with_constants(Rollouts(ids, targets, drawn, advantages))
+        if rewarded < n:
+            numbers["without_reward"] = 1 - rewarded / n
+        if c.dynamic_sampling > 1:
+            numbers["drawn"] = n
+        return numbers
 
     def log_rollouts(
         self,
-        prompts: list[Prompt],
-        completions: list[Completion],
+        rows: list[tuple[Prompt, Completion]],
         rewards: np.ndarray,
-        advantages: np.ndarray,
+        batch: Rollouts,
     ) -> None:
         """Keep the lines of rollouts.jsonl for this step, of all ranks, if it is one of those that
-        are logged. All arguments: one per completion."""
+        are logged. All arguments: of each completion."""
         every = self.config.rollouts_every
         if every is None:
             every = max(1, self.config.steps // LOGGED_STEPS)
@@ -277,7 +321,8 @@ class ReinforceRun(Run):
         self.rollout_lines = []
         if not every or (step % every and step not in (1, self.config.steps)):
             return
-        rows = zip(prompts, completions, rewards, advantages)
+        first = (batch.targets != IGNORE).argmax(1)
+        advantages = batch.advantages[np.arange(len(first)), first]
         lines = [
             {
                 "step": step,
@@ -288,9 +333,33 @@ class ReinforceRun(Run):
                 "finish": completion.reason,
                 "tokens": len(completion),
             }
-            for prompt, completion, reward, advantage in rows
+            for (prompt, completion), reward, advantage in zip(rows, rewards, advantages)
         ]
         self.rollout_lines = [line for lines in self.ranks.gather(lines) for line in lines]
+
+    def with_advantages(self, batch: Rollouts, rewards: np.ndarray) -> Rollouts:
+        """Compute advantages and weights, on all ranks together. rewards: (prompts, group)."""
+        c = self.config
+        counted = batch.targets != IGNORE
+        penalty = np.zeros(counted.shape)
+        if self.algorithm.kl == "reward" and batch.reference is not None:
+            difference = batch.drawn.astype(np.float64) - batch.reference
+            penalty = np.where(counted, c.kl * difference, 0)
+        shape = (*rewards.shape, -1)
+        sum_ranks = lambda x: self.ranks.sum([x])[0]
+        step = Rewarded(
+            rewards,
+            counted.reshape(shape),
+            penalty.reshape(shape),
+            c.scale_rewards,
+            c.max_new_tokens,
+            sum_ranks,
+        )
+        of_tokens = np.reshape(self.algorithm.advantages(step), shape)
+        advantages = np.zeros(counted.shape, np.float32)
+        advantages[...] = np.broadcast_to(of_tokens, step.counted.shape).reshape(counted.shape)
+        weights = np.asarray(self.algorithm.weights(step), np.float32).ravel()
+        return batch._replace(advantages=advantages, weights=weights)
 
     def with_constants(self, batch: Rollouts) -> Rollouts:
         """Compute what stays the same in all updates of a step: the kept tokens, and the
@@ -336,7 +405,7 @@ class ReinforceRun(Run):
         self.done += 1
         self.parallel.check_identical(self.optimizer, self.done)
         clipped, tokens = self.ranks.sum([clipped, tokens])
-        extra = {**self.rollout_numbers, **numbers, "clipped": clipped / tokens}
+        extra = {**self.rollout_numbers, **numbers, "clipped": clipped / max(tokens, 1)}
         mean = [np.array([np.mean(x)], np.float32) for x in (losses, norms)]
         lines = self.rollout_lines
         return StepResult(self.done, mean[0], mean[1], self.optimizer.lr, extra, lines)
@@ -356,6 +425,7 @@ class ReinforceRun(Run):
                 f"rollouts had (ratio off by {error:.3g}), so "
                 "the model or the machine is not batch-invariant: use --no-exact"
             )
+        tokens = max(tokens, 1)  # none if --mask-truncated leaves no completion
         numbers = {"ratio_error": error, "rollout_kl": kl / tokens}
         if self.reference is None:
             return numbers
@@ -366,18 +436,24 @@ class ReinforceRun(Run):
             return super().train_step(hyper, inv_count, batch)
 
     def loss(self, batch: Rollouts, inv_count: Array) -> Tensor:  # type: ignore[override]
-        """Return the clipped loss of some rows of `next_batch`."""
-        logprobs = self.model.logprobs(batch.ids, batch.targets, None, self.sampling, batch.kept)
+        """Return the loss of some rows of `next_batch`."""
+        entropies = None
+        if self.algorithm.entropies:
+            entropies = empty(batch.drawn, batch.drawn.shape, np.float32)
+        constants = (None, self.sampling, batch.kept, entropies)
+        logprobs = self.model.logprobs(batch.ids, batch.targets, *constants)
         host = each_array(batch._replace(kept=None), to_numpy)
         result = surrogate(
+            self.algorithm.objective,
             to_numpy(logprobs.data),
             host.drawn,
             host.advantages,
             host.targets != IGNORE,
-            float(to_numpy(inv_count)[0]),
-            self.config.clip_ratio,
-            self.config.kl,
+            host.weights,
+            self.config.clip_range,
+            self.config.kl if self.algorithm.kl == "loss" else 0.0,
             host.reference,
+            None if entropies is None else to_numpy(entropies),
         )
         self.measured.append(result)
         gradient = to_device(result.dlogprobs, self.model.device)
@@ -441,6 +517,7 @@ def prepare(config: ReinforceConfig, ranks: SingleProcess) -> tuple[PreparedConf
     if c.reference and not c.resume:  # a run may get newer checkpoints while this one trains
         reference = Path(c.reference)
         c = replace(c, reference=str(ranks.on_rank_0(lambda: model_folder(reference, say))))
+    c = c.with_algorithm(find_algorithm(c.algorithm))
     Task(c.task)  # raises UserError before anything is read
     if c.batch and c.batch % (c.group * ranks.world):
         factors = f"--group {c.group}"
