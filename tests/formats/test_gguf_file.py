@@ -163,4 +163,4 @@ def test_names_of_pre_tokenizers(tmp_path):
         splits = [{"type": "Split", "pattern": {"Regex": r}, "behavior": "Isolated", "invert": False} for r in regexes]  # fmt: skip
         content = {"normalizer": {"type": "NFC"}, "model": {"ignore_merges": ignores},
                    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]}}  # fmt: skip
-        assert pre_tokenizer(tmp_path, content) == name
+        assert pre_tokenizer(tmp_path, content) == name[0]

@@ -31,7 +31,6 @@ from xtrain.kernels.attention.key_bounds import KeyBounds, document_bounds
 from xtrain.kernels.cast import BFLOAT16, cast_fwd
 from xtrain.kernels.checksum import checksum, compare
 from xtrain.kernels.cross_entropy import count_targets, cross_entropy, mean_loss
-from xtrain.kernels.entropy import entropy
 from xtrain.kernels.decoding import sampling
 from xtrain.kernels.decoding.adapter_columns import keep_own_columns
 from xtrain.kernels.decoding.gemv import add_norm_gemv, gemv, gemv_fits
@@ -50,6 +49,7 @@ from xtrain.kernels.decoding.penalties import (
 from xtrain.kernels.decoding.token_masks import mask_logits
 from xtrain.kernels.elementwise import add_into, scale_into
 from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
+from xtrain.kernels.entropy import entropy
 from xtrain.kernels.fp8 import DTYPES as FP8_KINDS
 from xtrain.kernels.fp8 import (
     Slot,

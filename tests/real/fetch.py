@@ -111,6 +111,7 @@ def model(work: Path, out: Path) -> None:
     plain.generation_config = read.generation_config
     plain.save_pretrained(out)
     AutoTokenizer.from_pretrained(work, **named).save_pretrained(out)
+    (work / GGUF).rename(out / GGUF)
 
 
 def clients(work: Path, out: Path) -> None:

@@ -105,5 +105,7 @@ def test_a_captured_prefill_changes_no_bit(invariant):
         assert [(list(x), x.logprobs) for x in both[0]] == [(list(x), x.logprobs) for x in both[1]]
     recordings = captured.runner.graphed.recordings
     runner = captured.runner
-    graphs = [r.graph for (variant, *_), r in recordings.items() if variant[0] == runner.prefill_pass]
+    graphs = [
+        r.graph for (variant, *_), r in recordings.items() if variant[0] == runner.prefill_pass
+    ]
     assert any(graphs)

@@ -10,7 +10,6 @@ llama.cpp would compute in another way (a pre-tokenizer or a RoPE scaling that i
 UserError instead. Its source: src/llama-vocab.cpp, src/models/*.cpp.
 """
 
-import importlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,38 +19,19 @@ import numpy as np
 
 from .. import files
 from ..config import ModelConfig
-from ..data.pieces import BOUNDARY
 from ..errors import UserError
 from ..json_files import listed
 from .architectures import tensor_shapes
+from .gguf_names import GPT2, NO_ROPE_EVERY, PRE_TOKENIZERS, ROTATES_PAIRS, library
 from .huggingface import as_ids, open_weights, read_special_tokens
 from .tensor_file import Stored
 from .texts import Texts, load_texts
 
 ARCHITECTURES = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "SmolLM3": "smollm3"}
-ROTATES_PAIRS = ("llama", "smollm3")  # the others rotate halves, as transformers does
-NO_ROPE_EVERY = 4  # SmolLM3: fixed in llama.cpp
 YARN_BETAS = (32, 1)  # beta_fast, beta_slow: fixed in llama.cpp for these architectures
 LARGEST_F16 = 65504.0
 ELSEWHERE = "convert the folder with llama.cpp's convert_hf_to_gguf.py instead"
 Kind = Literal["f32", "f16", "q8_0"]
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_QWEN2 = rf"{_WORDS}\p{{N}}|{_TAIL}"
-_LLAMA3 = rf"{_WORDS}\p{{N}}{{1,3}}|{_TAIL}"
-_O200K = next(regex for regex in BOUNDARY if r"\p{Lu}" in regex)
-# the regular expressions that split a text one after the other, and ignore_merges -> llama.cpp's
-# name of the pre-tokenizer
-PRE_TOKENIZERS = {
-    ((_GPT2,), False): "gpt-2",
-    ((r"\p{N}", _GPT2), False): "smollm",  # also StarCoder's and Granite's
-    ((_QWEN2,), False): "qwen2",
-    ((_LLAMA3,), True): "llama-bpe",
-    ((_LLAMA3,), False): "dbrx",  # also Phi-4's
-    ((_O200K,), False): "gpt-4o",
-}
 
 
 # ----------------------------------------------------------------------------- the file
@@ -71,7 +51,7 @@ def write(folder: Path, path: Path, kind: Kind) -> None:
     config, stored = open_weights(folder)
     texts = load_texts(folder)
     architecture = _architecture(config)
-    gguf = _library()
+    gguf = library()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layers)
     vocabulary = _vocabulary(config, texts)
     tensors = {
@@ -105,15 +85,6 @@ def write(folder: Path, path: Path, kind: Kind) -> None:
                 writer.close()
     except OSError as error:
         raise files.cannot_write(path, error, "give another --gguf") from None
-
-
-def _library() -> Any:
-    try:
-        return importlib.import_module("gguf")
-    except ImportError:
-        raise UserError(
-            "GGUF files need the package gguf: install it with `pip install -e '.[gguf]'`"
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -278,7 +249,7 @@ def _vocabulary(config: ModelConfig, texts: Texts) -> _Vocabulary:
             f"{config.vocab_size}: "
             "use the tokenizer that belongs to the model"
         )
-    gguf = _library()
+    gguf = library()
     kinds = gguf.TokenType
     tokens = [f"[PAD{i}]" for i in range(config.vocab_size)]
     types = [kinds.UNUSED] * config.vocab_size
@@ -321,7 +292,7 @@ def pre_tokenizer(folder: Path, content: dict[str, Any]) -> str:
     plain &= all(s["type"] == "NFC" for s in _steps(normalizer, "normalizers"))
     patterns = [_regex(step) for step in steps]
     regexes = tuple(regex for regex in patterns if regex)
-    name = PRE_TOKENIZERS.get((regexes, bool(model.get("ignore_merges"))))
+    name = PRE_TOKENIZERS.get((regexes, bool(model.get("ignore_merges"))), [None])[0]
     if not plain or None in patterns or steps[-1]["type"] != "ByteLevel" or name is None:
         raise UserError(
             f"{folder}: its tokenizer splits a text in a way that xtrain knows no name of in "
@@ -347,7 +318,7 @@ def _regex(step: dict[str, Any]) -> str | None:
         if step["add_prefix_space"]:
             return None
         if step.get("use_regex", True):
-            return _GPT2
+            return GPT2
         return ""
     if step["type"] == "Digits" and step["individual_digits"]:
         return r"\p{N}"

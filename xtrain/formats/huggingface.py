@@ -42,6 +42,7 @@ from .architectures import (
 )
 from .generation_config import FILE as GENERATION
 from .generation_config import read_generation
+from .gguf_model import file_of, tensors_of
 from .manifest import MANIFEST, WEIGHT_FILES, verify_weights
 from .saved_runs import CONFIG
 from .tensor_file import DTYPES, Stored, read_header, tensor_bytes, write_safetensors
@@ -246,11 +247,15 @@ def _find_tensors(folder: Path) -> dict[str, Stored]:
     """
     if (folder / WEIGHTS).is_file():
         return read_header(folder / WEIGHTS)
+    if file_of(folder):
+        return tensors_of(folder)
     if not (folder / INDEX).is_file():
         other = [f.name for kind in ("bin", "pth", "pt", "gguf") for f in folder.glob(f"*.{kind}")]
         hint = "download them"
         if other:
             hint = f"{other[0]} must be converted to safetensors first"
+            if other[0].endswith(".gguf"):
+                hint = f"give the file itself, {folder / other[0]}"
         raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}: {hint}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):

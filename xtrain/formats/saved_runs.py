@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..json_files import is_folder, read_json, reading
+from .gguf_model import folder_of, is_gguf
 from .manifest import Damaged, Unreadable, verify
 
 CONFIG = "config.json"
@@ -122,7 +123,8 @@ def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> P
     warn: called with a sentence about each damaged checkpoint
 
     RUN/ema is the moving average of the weights in that checkpoint. OWNER/NAME, a model of the Hub,
-    is its folder in the cache of huggingface_hub, if it was downloaded there before.
+    is its folder in the cache of huggingface_hub, if it was downloaded there before. A GGUF file is
+    a folder in xtrain's cache that describes it (gguf_model.py).
     Raises UserError if there is no such folder, or the run has no usable checkpoint.
     """
     hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", folder.as_posix())
@@ -135,6 +137,8 @@ def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> P
                 f"{average.parent} has no moving average of the weights: train with --ema 0.999"
             )
         return average
+    if folder.is_file() and is_gguf(folder):
+        return folder_of(folder)
     if not is_folder(folder):
         what = "does not exist"
         if folder.exists():

@@ -18,6 +18,7 @@ from ..data.tokenizer import Tokenizer
 from ..device import cache_folder
 from ..errors import UserError
 from ..formats.adapters import base_folder, check_writable, is_adapter, read_rank, read_targets
+from ..formats.gguf_model import file_of
 from ..formats.huggingface import as_ids, read_config
 from ..formats.saved_runs import folders, model_folder
 from ..formats.texts import load_texts
@@ -425,7 +426,9 @@ def adapted(start: Start, corpus: Any, world: int) -> AdaptedTransformer:
     model = cast(AdaptedTransformer, loaded)
     model.recompute = config.recompute
     check_fit(model, config, corpus)
-    model.adapt(config.adapters(str(folder.resolve()), adapters), config.seed, world)
+    model.adapt(
+        config.adapters(str(file_of(folder) or folder.resolve()), adapters), config.seed, world
+    )
     if adapters is not None and not start.saved:
         model.load_weights(adapters)
     return model

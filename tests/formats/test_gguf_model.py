@@ -1,0 +1,153 @@
+"""GGUF files as models: what xtrain and the package gguf have written is read back, weight by weight."""
+
+import numpy as np
+import pytest
+from test_gguf_file import CONFIGS, TEXT, export, saved
+
+import xtrain.generate
+from xtrain.data.tokenizer import Tokenizer
+from xtrain.errors import UserError
+from xtrain.formats.gguf_model import merges_of
+from xtrain.formats.gguf_names import PRE_TOKENIZERS
+from xtrain.formats.huggingface import open_weights, read_config
+from xtrain.formats.saved_runs import model_folder
+from xtrain.formats.texts import load_texts
+
+gguf = pytest.importorskip("gguf")
+TEMPLATE = "{{ messages[0].content }}<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train(TEXT, 280)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
+
+
+def written(config, tokenizer, tmp_path, kind="f32"):
+    """Return a Hugging Face folder and the same model as a GGUF file."""
+    folder = saved(config, tokenizer, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    assert export(folder, tmp_path / "a.gguf", kind) == 0
+    return folder, tmp_path / "a.gguf"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_file_is_the_folder_that_was_exported(name, tokenizer, tmp_path):
+    folder, path = written(CONFIGS[name], tokenizer, tmp_path)
+    view = model_folder(path)
+    config, stored = open_weights(view)
+    expected, tensors = open_weights(folder)
+    ours = config.to_dict()
+    theirs = expected.to_dict()
+    if name == "qwen3":  # the file has the context after YaRN's scaling, and not its fixed numbers
+        assert ours.pop("max_seq_len") == expected.context and theirs.pop("max_seq_len")
+        yarn = ours.pop("rope_scaling")
+        assert {key: yarn[key] for key in theirs["rope_scaling"]} == theirs.pop("rope_scaling")
+    assert ours == theirs
+    assert stored.keys() == tensors.keys()
+    for tensor in stored:
+        assert np.array_equal(stored[tensor].read(), tensors[tensor].read()), tensor
+    texts = load_texts(view)
+    assert texts.template.render([{"role": "user", "content": "hi"}]) == "hi<|endoftext|>"
+    assert texts.stop == {tokenizer.eot_id}
+    for text in (*TEXT[:1], "a<|endoftext|>b", "1234  \n\t x's ü"):
+        assert texts.tokenizer.encode(text) == tokenizer.encode(text)
+        assert texts.tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def add_blocks(path, source, kinds):
+    """Copy the file `source` with random blocks of these types as its matrices of the first layer."""
+    rng = np.random.default_rng(0)
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(path, reader.get_field("general.architecture").contents())
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")):
+            kind = field.types[0]
+            inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), kind, inner)
+    values = {}
+    for tensor in reader.tensors:
+        shape = tuple(int(n) for n in reversed(tensor.shape))
+        if ".0." in tensor.name and len(shape) == 2 and kinds:
+            kind = gguf.GGMLQuantizationType[kinds.pop(0)]
+            block, size = gguf.GGML_QUANT_SIZES[kind]
+            data = rng.integers(0, 60, (shape[0], shape[1] // block * size), np.uint8)
+            writer.add_tensor(tensor.name, data, raw_dtype=kind)
+            values[tensor.name] = gguf.quants.dequantize(data, kind)
+        else:
+            data = np.array(tensor.data).reshape(shape)
+            writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+@pytest.mark.parametrize("kinds", [["Q4_0", "Q4_1", "Q8_0", "Q5_0"], ["Q4_K", "Q5_K", "Q6_K"]])
+def test_quantized_types(kinds, tokenizer, tmp_path):
+    config = CONFIGS["qwen3"]
+    config = type(config)(**config.to_dict() | {"dim": 256, "hidden_dim": 256})
+    _, path = written(config, tokenizer, tmp_path)
+    values = add_blocks(tmp_path / "b.gguf", path, list(kinds))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.n_layers)
+    _, stored = open_weights(model_folder(tmp_path / "b.gguf"))
+    read = {names.get_name(name, (".weight",)): x.read() for name, x in stored.items()}
+    assert len(values) == len(kinds)
+    for name, expected in values.items():
+        assert np.array_equal(read[name], expected) and np.ptp(expected) > 0
+
+
+def test_a_command_takes_a_file(tokenizer, tmp_path, capsys):
+    folder, path = written(CONFIGS["llama"], tokenizer, tmp_path)
+    capsys.readouterr()
+    out = []
+    for model in (folder, path):
+        line = ["--model", str(model), "the quick", "--max-new-tokens", "5", "--temperature", "0"]
+        assert xtrain.generate.main([*line, "--device", "cpu"]) == 0
+        out.append(capsys.readouterr().out)
+    assert out[0] == out[1]
+
+
+def test_another_file_of_the_same_name_is_another_model(tokenizer, tmp_path):
+    _, path = written(CONFIGS["qwen3"], tokenizer, tmp_path)
+    first = model_folder(path)
+    assert model_folder(path) == first
+    (tmp_path / "other").mkdir()
+    _, other = written(CONFIGS["llama"], tokenizer, tmp_path / "other")
+    other.replace(path)
+    assert read_config(model_folder(path)) != read_config(first)
+
+
+def test_what_cannot_be_read_is_one_sentence(tokenizer, tmp_path):
+    _, path = written(CONFIGS["qwen3"], tokenizer, tmp_path)
+    whole = path.read_bytes()
+    for content, words in (
+        (whole[:-100], "cut short"),
+        (whole[:300], "damaged"),
+        (b"GGUF" + bytes(20), "damaged"),
+        (whole.replace(b"qwen3", b"mamba"), "architecture is 'mamba'"),
+        (whole.replace(b"gpt-2", b"gpt-9"), "rule 'gpt-9'"),
+        (whole.replace(b"ffn_up", b"ffn_uq"), "ffn_uq"),
+        (b"GGML", "is a file"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=words) as error:
+            open_weights(model_folder(path))
+        assert "\n" not in str(error.value)
+
+
+def test_names_of_pre_tokenizers_are_unique():
+    names = [name for several in PRE_TOKENIZERS.values() for name in several]
+    assert len(names) == len(set(names))
+
+
+def test_merges_follow_the_scores():
+    vocab = {"a": 0, "b": 1, "c": 2, "bc": 3, "ab": 4, "abc": 5}
+    assert merges_of(vocab, [0, 0, 0, -1, -2, -3]) == [
+        ["b", "c"], ["a", "b"], ["a", "bc"], ["ab", "c"],
+    ]  # fmt: skip

@@ -1,0 +1,495 @@
+"""Read a GGUF file as a model's folder: `--model FILE.gguf`.
+
+What a Hugging Face folder says about a model and its texts is made from the file's metadata, once,
+in the cache: config.json, tokenizer.json, chat templates. The weights stay in the file. They are
+dequantized when they are read, so that the model is computed with the very values that the file
+stands for, in any precision of xtrain.
+
+    llama     Llama, Mistral; rows of a head of q and k in Meta's order, pairs (gguf_file.py)
+    qwen2, qwen3, smollm3
+
+Types of tensors: those that the package `gguf` dequantizes. Names of keys: llama.cpp,
+gguf-py/gguf/constants.py; how SentencePiece's scores become merges: SentencePiece,
+src/bpe_model.cc.
+"""
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import files
+from ..data.tokenizer_files import MORE_TEMPLATES, TEMPLATE
+from ..device import cache_folder
+from ..errors import UserError
+from ..json_files import listed, read_json, reading
+from .gguf_names import BEGINS_LLAMA3, NO_ROPE_EVERY, PRE_TOKENIZERS, ROTATES_PAIRS, library
+from .tensor_file import DTYPES, Stored
+
+MAGIC = b"GGUF"
+INDEX = "gguf.json"  # of a folder in the cache: the file, and where its tensors are
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+ROPE_FACTORS = "rope_freqs.weight"
+LLAMA3_TURNS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all models of Meta
+REQUIRED = {  # key of the file, after the name of the architecture: key of config.json
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings",
+}
+
+
+# ----------------------------------------------------------------------------- the folder
+def is_gguf(path: Path) -> bool:
+    """Return True if the file begins as a GGUF file does."""
+    with reading(path), open(path, "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def folder_of(path: Path) -> Path:
+    """Return the folder in the cache that describes a GGUF file; it is made at the first call.
+
+    Raises UserError if xtrain would compute another model, or read other tokens.
+    """
+    path = path.resolve()
+    state = path.stat()
+    made_from = [str(path), state.st_size, state.st_mtime_ns]
+    key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
+    folder = cache_folder() / "gguf" / f"{path.stem}-{key}"
+    if (folder / INDEX).is_file():
+        return folder
+    contents = _contents(path)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with files.replacing(folder, lambda name: True) as new:
+            for name, content in contents.items():
+                (new / name).parent.mkdir(exist_ok=True)
+                (new / name).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise files.cannot_write(folder, error, "set XTRAIN_CACHE to another folder") from None
+    return folder
+
+
+def file_of(folder: Path) -> Path | None:
+    """Return the GGUF file that a folder describes; None: it is another folder."""
+    if not (folder / INDEX).is_file():
+        return None
+    return Path(read_json(folder / INDEX)["file"])
+
+
+def tensors_of(folder: Path) -> dict[str, Stored]:
+    """Return {name: tensor} of the GGUF file that a folder describes."""
+    index = read_json(folder / INDEX)
+    path = Path(index["file"])
+    return {
+        name: Quantized(path, name, DTYPES["F32"], tuple(shape), start, kind=kind, heads=heads)
+        for name, (kind, shape, start, heads) in index["tensors"].items()
+    }
+
+
+@dataclass(frozen=True)
+class Quantized(Stored):
+    """A tensor in a GGUF file. Its values are float32.
+
+    kind: its type there, such as Q4_K.
+    heads: how many heads its rows belong to if they are in the order of pairs, else 0
+    """
+
+    kind: str = "F32"
+    heads: int = 0
+
+    def _in_file(self) -> np.ndarray:
+        gguf = library()
+        kind = gguf.GGMLQuantizationType[self.kind]
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        *rows, width = self.shape
+        data = np.empty((*rows, width // block * size), np.uint8)
+        with reading(self.path), open(self.path, "rb") as file:
+            file.seek(self.start)
+            n = file.readinto(data.reshape(-1).data)
+        if n != data.nbytes:
+            raise UserError(f"{self.path} was shortened while it was read: try again")
+        if kind.name in DTYPES:
+            values = data.view(DTYPES[kind.name]).astype(np.float32)
+        else:
+            values = gguf.quants.dequantize(data, kind)
+        values = values.reshape(self.shape)
+        if self.heads:
+            values = halves_from_pairs(values, self.heads)
+        return values
+
+
+def halves_from_pairs(w: np.ndarray, heads: int) -> np.ndarray:
+    """Undo pairs_from_halves (gguf_file.py)."""
+    pairs = w.reshape(heads, w.shape[0] // heads // 2, 2, *w.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(w.shape))
+
+
+def decimal(value: float) -> float:
+    """Return the shortest decimal number that is the same float32: 1e-6 for 9.99999997e-07."""
+    return float(str(np.float32(value)))
+
+
+# ----------------------------------------------------------------------------- the file
+class _File:
+    """The metadata and the tensors' places of a GGUF file.
+
+    fields: {key: gguf's ReaderField}; tensors: {name: gguf's ReaderTensor}
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            with reading(path):
+                reader = library().GGUFReader(path)
+        except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} was cut short or is damaged: {error}") from None
+        self.fields = reader.fields
+        self.get = functools.cache(self._get)
+        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.architecture = self.text("general.architecture")
+
+    def _get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key."""
+        field = self.fields.get(key)
+        if field is None:
+            return default
+        try:
+            value = field.contents()
+        except (ValueError, IndexError, UnicodeDecodeError) as error:
+            raise UserError(f"{self.path} is damaged: its {key} cannot be read: {error}") from None
+        if isinstance(value, float):
+            return decimal(value)
+        return value
+
+    def own(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key of the architecture."""
+        return self.get(f"{self.architecture}.{key}", default)
+
+    def text(self, key: str) -> str:
+        """Return the value of a key, which must be there. Raises UserError."""
+        value = self.get(key)
+        if not isinstance(value, str):
+            raise UserError(f"{self.path} has no {key}: it holds no language model")
+        return value
+
+    def refused(self, what: str) -> UserError:
+        """Return an error about something that xtrain lacks."""
+        return UserError(f"{self.path} cannot be used: {what}")
+
+
+def _contents(path: Path) -> dict[str, str]:
+    """Return {name of a file: content} of the folder that describes a GGUF file."""
+    file = _File(path)
+    if file.architecture not in CLASSES:
+        raise file.refused(
+            f"its architecture is {file.architecture!r}, xtrain reads {', '.join(CLASSES)} from "
+            "GGUF files"
+        )
+    config = _config(file)
+    special = _special_ids(file)
+    contents = {
+        INDEX: {"file": str(path), "tensors": _index(file, config)},
+        "config.json": config | special,
+        "generation_config.json": special,
+        "tokenizer.json": _tokenizer(file),
+        "tokenizer_config.json": _tokenizer_config(file),
+    }
+    texts = {name: json.dumps(content, ensure_ascii=False) for name, content in contents.items()}
+    return texts | _templates(file)
+
+
+# ----------------------------------------------------------------------------- config.json
+def _config(file: _File) -> dict[str, Any]:
+    missing = [f"{file.architecture}.{key}" for key in REQUIRED if file.own(key) is None]
+    if missing:
+        raise file.refused(f"it has no {listed(missing)}")
+    config = {theirs: file.own(key) for key, theirs in REQUIRED.items()}
+    heads = config["num_attention_heads"]
+    width = file.own("attention.key_length", config["hidden_size"] // max(heads, 1))
+    if file.own("attention.value_length", width) != width:
+        raise file.refused("its values have another width than its keys")
+    if file.own("rope.dimension_count", width) != width:
+        raise file.refused("RoPE rotates only a part of each head")
+    table = file.tensors.get("token_embd.weight")
+    if table is None:
+        raise file.refused("it has no token_embd.weight")
+    config |= {
+        "architectures": [CLASSES[file.architecture]],
+        "model_type": file.architecture,
+        "vocab_size": int(table.shape[1]),
+        "num_key_value_heads": file.own("attention.head_count_kv", heads),
+        "head_dim": width,
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_theta": file.own("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(file, width),
+    }
+    if file.architecture == "smollm3":
+        layers = range(1, config["num_hidden_layers"] + 1)
+        config["no_rope_layers"] = [int(i % NO_ROPE_EVERY != 0) for i in layers]
+    return config | _window(file)
+
+
+def _window(file: _File) -> dict[str, Any]:
+    """Return the keys of a sliding window, which Mistral's first models have."""
+    window = file.own("attention.sliding_window")
+    if not window:
+        return {}
+    if file.architecture != "llama":
+        raise file.refused(f"a {file.architecture} with a sliding window does not say which layers")
+    names = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    return names | {"sliding_window": window}
+
+
+def _rope_scaling(file: _File, width: int) -> dict[str, Any] | None:
+    kind = file.own("rope.scaling.type", "none")
+    factor = file.own("rope.scaling.factor")
+    if ROPE_FACTORS in file.tensors:
+        return _llama3_scaling(file, width)
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        scaling = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": file.own("rope.scaling.original_context_length"),
+        }
+        times = file.own("rope.scaling.attn_factor")
+        if times is not None:  # llama.cpp multiplies its own factor by it
+            own = 1 + 0.1 * math.log(max(factor, 1))
+            scaling["attention_factor"] = decimal(times * own)
+        return scaling
+    if kind != "none":
+        raise file.refused(f"its RoPE scaling is {kind!r}")
+    return None
+
+
+def _llama3_scaling(file: _File, width: int) -> dict[str, Any]:
+    """Return the scaling that gives the divisors of the frequencies in the file."""
+    tensor = file.tensors[ROPE_FACTORS]
+    divisors = np.array(tensor.data, np.float64).reshape(-1)
+    frequency = file.own("rope.freq_base", 10000.0) ** (-np.arange(0, width, 2) / width)
+    low = LLAMA3_TURNS["low_freq_factor"]
+    high = LLAMA3_TURNS["high_freq_factor"]
+    factor = float(divisors[-1])
+    for original in (2**n for n in range(3, 20)):
+        turns = original * frequency / (2 * np.pi)
+        smooth = np.clip((turns - low) / (high - low), 0, 1)
+        expected = 1 / ((1 - smooth) / factor + smooth)
+        if expected.shape == divisors.shape and np.allclose(divisors, expected, rtol=1e-5):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                **LLAMA3_TURNS,
+                "original_max_position_embeddings": original,
+            }
+    raise file.refused(f"{ROPE_FACTORS} are not the divisors of Llama 3's RoPE scaling")
+
+
+# ----------------------------------------------------------------------------- the tensors
+def _index(file: _File, config: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return {name in the folder: [type, shape, offset in the file, heads]}."""
+    gguf = library()
+    layers = config["num_hidden_layers"]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[file.architecture.upper()], layers)
+    ours = {names.get_name(name, (".weight", ".bias")): name for name in _tensor_names(layers)}
+    index = {}
+    for name, tensor in file.tensors.items():
+        if name == ROPE_FACTORS:
+            continue
+        theirs = ours.get(name, name)  # what no model has is refused with the names in the folder
+        shape = [int(n) for n in reversed(tensor.shape)]
+        kind = tensor.tensor_type.name
+        if not _can_read(gguf, tensor.tensor_type):
+            raise file.refused(f"{name} has the type {kind}, which the package gguf cannot read")
+        heads = 0
+        if file.architecture in ROTATES_PAIRS:
+            counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+            heads = config.get(counts.get(theirs.split(".")[-2], ""), 0)
+        index[theirs] = [kind, shape, int(tensor.data_offset), heads]
+    return index
+
+
+def _tensor_names(layers: int) -> Iterator[str]:
+    """Yield all names of tensors that one of the architectures has."""
+    yield from ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    for i in range(layers):
+        for part in ("q", "k", "v", "o"):
+            yield f"model.layers.{i}.self_attn.{part}_proj.weight"
+            yield f"model.layers.{i}.self_attn.{part}_proj.bias"
+        for part in ("self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj"):
+            yield f"model.layers.{i}.{part}.weight"
+        for part in ("mlp.down_proj", "input_layernorm", "post_attention_layernorm"):
+            yield f"model.layers.{i}.{part}.weight"
+
+
+def _can_read(gguf: Any, kind: Any) -> bool:
+    if kind.name in DTYPES:
+        return True
+    block = np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+    try:
+        gguf.quants.dequantize(block, kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+# ----------------------------------------------------------------------------- the tokenizer
+def _special_ids(file: _File) -> dict[str, Any]:
+    """Return bos_token_id, eos_token_id (a list if several tokens end an answer), pad_token_id."""
+    ids = {name: file.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "pad")}
+    ends = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    distinct: Any = list(dict.fromkeys(i for i in ends if i is not None))
+    if len(distinct) < 2:
+        distinct = distinct[0] if distinct else None
+    ids["eos"] = distinct
+    return {f"{name}_token_id": i for name, i in ids.items() if i is not None}
+
+
+def _tokenizer(file: _File) -> dict[str, Any]:
+    """Return the content of tokenizer.json."""
+    kinds = library().TokenType
+    tokens = file.get("tokenizer.ggml.tokens")
+    types = file.get("tokenizer.ggml.token_type") or []
+    if not tokens or len(types) not in (0, len(tokens)):
+        raise file.refused("it has no tokenizer (tokenizer.ggml.tokens)")
+    added = []
+    vocab: dict[str, int] = {}
+    for i, (token, kind) in enumerate(zip(tokens, types or [kinds.NORMAL] * len(tokens))):
+        if kind == kinds.UNUSED:  # a place without a token
+            continue
+        vocab.setdefault(token, i)
+        if kind in (kinds.CONTROL, kinds.USER_DEFINED, kinds.UNKNOWN):
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            special = kind != kinds.USER_DEFINED
+            added.append({"id": i, "content": token, **flags, "special": special})
+    model = file.text("tokenizer.ggml.model")
+    if model == "gpt2":
+        parts = _byte_level(file, vocab)
+    elif model == "llama":
+        parts = _sentencepiece(file, tokens, vocab)
+    else:
+        raise file.refused(f"its tokenizer is {model!r}, xtrain reads gpt2 and llama")
+    around = _around(file, tokens)
+    content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    return content | parts | {"post_processor": around}
+
+
+def _bpe(vocab: dict[str, int], merges: list[Any], **more: Any) -> dict[str, Any]:
+    plain = dict.fromkeys(("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
+    flags = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+    return {"type": "BPE", **plain, **flags, **more, "vocab": vocab, "merges": merges}
+
+
+def _byte_level(file: _File, vocab: dict[str, int]) -> dict[str, Any]:
+    """Return normalizer, pre-tokenizer, model and decoder of a byte-level BPE."""
+    name = file.get("tokenizer.ggml.pre", "default")
+    rules = {pre: rule for rule, names in PRE_TOKENIZERS.items() for pre in names}
+    if name not in rules:
+        raise file.refused(
+            f"it splits a text by the rule {name!r}; xtrain knows {', '.join(sorted(rules))}"
+        )
+    regexes, ignore_merges = rules[name]
+    steps: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": x}, "behavior": "Isolated", "invert": False}
+        for x in regexes
+    ]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    steps.append(level | {"use_regex": False})
+    merges = [merge.split(" ", 1) for merge in file.get("tokenizer.ggml.merges") or []]
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "model": _bpe(vocab, merges, ignore_merges=ignore_merges),
+        "decoder": level | {"use_regex": False},
+    }
+
+
+def _sentencepiece(file: _File, tokens: list[str], vocab: dict[str, int]) -> dict[str, Any]:
+    """Return normalizer, pre-tokenizer, model and decoder of SentencePiece's BPE."""
+    scores = file.get("tokenizer.ggml.scores")
+    if not scores or len(scores) != len(tokens):
+        raise file.refused("its tokenizer has no scores")
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    normalizers: list[dict[str, Any]] = [space]
+    decoders: list[dict[str, Any]] = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if file.get("tokenizer.ggml.add_space_prefix", True):
+        normalizers.insert(0, {"type": "Prepend", "prepend": "▁"})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", 0)]
+    merges = merges_of(vocab, scores)
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "model": _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True),
+        "decoder": {"type": "Sequence", "decoders": decoders},
+    }
+
+
+def merges_of(vocab: dict[str, int], scores: list[float]) -> list[list[str]]:
+    """Return the merges of SentencePiece's BPE: the pair whose token has the highest score first.
+
+    Every division of a token into two tokens is one of its merges.
+    """
+    merges = []
+    for token, i in vocab.items():
+        for cut in range(1, len(token)):
+            left = vocab.get(token[:cut])
+            right = vocab.get(token[cut:])
+            if left is not None and right is not None:
+                merges.append((-scores[i], left, right, token[:cut], token[cut:]))
+    return [[left, right] for *_, left, right in sorted(merges)]
+
+
+def _around(file: _File, tokens: list[str]) -> dict[str, Any] | None:
+    """Return the post-processor: the tokens that are put before and after a text."""
+    single: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    special = {}
+    begins = file.get("tokenizer.ggml.model") == "llama"  # if the file does not say
+    begins |= file.get("tokenizer.ggml.pre") in BEGINS_LLAMA3
+    for name, place, usual in (("bos", 0, begins), ("eos", 2, False)):
+        i = file.get(f"tokenizer.ggml.{name}_token_id")
+        if i is not None and file.get(f"tokenizer.ggml.add_{name}_token", usual):
+            single.insert(place, {"SpecialToken": {"id": tokens[i], "type_id": 0}})
+            special[tokens[i]] = {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]}
+    if not special:
+        return None
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+
+
+def _tokenizer_config(file: _File) -> dict[str, Any]:
+    tokens = file.get("tokenizer.ggml.tokens")
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name in ("bos", "eos", "pad"):
+        i = file.get(f"tokenizer.ggml.{name}_token_id")
+        if i is not None and i < len(tokens):
+            config[f"{name}_token"] = tokens[i]
+    return config | {"clean_up_tokenization_spaces": False}
+
+
+def _templates(file: _File) -> dict[str, str]:
+    """Return the files of the chat templates."""
+    key = "tokenizer.chat_template"
+    templates = {}
+    for name in file.fields:
+        if name == key:
+            templates[TEMPLATE] = file.text(name)
+        elif name.startswith(f"{key}."):
+            templates[f"{MORE_TEMPLATES}/{name[len(key) + 1 :]}.jinja"] = file.text(name)
+    return templates
