@@ -598,7 +598,7 @@ def test_no_weights(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     refused(folder, "neither model.safetensors nor", "pytorch_model.bin must be converted")
     (folder / "pytorch_model.bin").rename(folder / "model.gguf")
-    refused(folder, "neither model.safetensors nor", "model.gguf must be converted")
+    refused(folder, "neither model.safetensors nor", "give the file itself")
     (folder / "model.gguf").unlink()
     refused(folder, "neither model.safetensors nor", "download them")
 

@@ -8,9 +8,8 @@ stands for, in any precision of xtrain.
     llama     Llama, Mistral; rows of a head of q and k in Meta's order, pairs (gguf_file.py)
     qwen2, qwen3, smollm3
 
-Types of tensors: those that the package `gguf` dequantizes. Names of keys: llama.cpp,
-gguf-py/gguf/constants.py; how SentencePiece's scores become merges: SentencePiece,
-src/bpe_model.cc.
+Types of tensors: those that the package `gguf` dequantizes. Names of keys: gguf.constants. How
+SentencePiece's scores become merges: its class bpe::Model.
 """
 
 import functools
