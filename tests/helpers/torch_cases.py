@@ -70,6 +70,27 @@ def plain_softmax(s, scale):
     return (s * scale).masked_fill(hidden, -torch.inf).softmax(-1)
 
 
+def attention_inputs(B, T):
+    """q, k, v with four query heads, two key heads; v is a part of a packed array."""
+    return [random(1, B, T, 4, 16), random(2, B, T, 2, 16), random(3, B, T, 4, 16)[:, :, :2]]
+
+
+def plain_attention(q, k, v, scale=0.25, window=0, cu_seqlens=None, causal=True):
+    T, S = q.shape[1], k.shape[1]
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
+    t = torch.arange(T, device=q.device)[:, None] + S - T
+    s = torch.arange(S, device=q.device)
+    hidden = (s > t) & causal
+    if window:
+        hidden |= s <= t - window
+    if cu_seqlens is not None:
+        document = torch.searchsorted(cu_seqlens, s, right=True)
+        hidden |= document[:, None] != document
+    p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("bhts,bshd->bthd", p, v)
+
+
 @dataclasses.dataclass
 class Case:
     """An op, the same in plain PyTorch, and inputs.
@@ -84,6 +105,7 @@ class Case:
     fixed: tuple[int, ...] = ()
     opname: str = ""
     once: bool = False  # backward changes what the forward has saved
+    simulated: int = 6  # tokens in the simulator; 0: other tests run the kernel there
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 
     def make(self, N=6, dtype=torch.float32, device="cpu", grad=True) -> list:
@@ -175,6 +197,34 @@ CASES = {
         lambda N: [random(1, 2, N, N + 2)],
         opname="softmax",
         dtypes=(torch.float32,),
+    ),
+    "attention": Case(
+        xt.attention,
+        plain_attention,
+        lambda N: attention_inputs(2, N),
+        opname="attention",
+        simulated=2,
+    ),
+    "attention_window": Case(
+        lambda q, k, v: xt.attention(q, k, v, scale=0.2, window=3),
+        lambda q, k, v: plain_attention(q, k, v, 0.2, window=3),
+        lambda N: attention_inputs(2, N),
+        opname="attention",
+        simulated=0,
+    ),
+    "attention_documents": Case(
+        lambda q, k, v, cu_seqlens: xt.attention(q, k, v, cu_seqlens=cu_seqlens),
+        lambda q, k, v, cu_seqlens: plain_attention(q, k, v, cu_seqlens=cu_seqlens),
+        lambda N: [*attention_inputs(1, N), torch.tensor([0, N // 3, N // 2, N])],
+        opname="attention",
+        simulated=0,
+    ),
+    "attention_not_causal": Case(
+        lambda q, k, v: xt.attention(q[:, :2], k, v, causal=False),
+        lambda q, k, v: plain_attention(q[:, :2], k, v, causal=False),
+        lambda N: attention_inputs(1, N),
+        opname="attention",
+        simulated=0,
     ),
 }
 

@@ -9,16 +9,22 @@ Needs the extra `torch`; nothing else of xtrain imports this package.
 """
 
 from .arrays import simulated
+from .attention import attention, register_attention
 from .losses import cross_entropy, linear_cross_entropy, softmax
+from .models import apply, revert
 from .ops import qk_norm_rope, residual_rmsnorm, rmsnorm, rope, swiglu
 from .register import register_op
 
 __all__ = [
+    "apply",
+    "attention",
     "cross_entropy",
     "linear_cross_entropy",
     "qk_norm_rope",
+    "register_attention",
     "register_op",
     "residual_rmsnorm",
+    "revert",
     "rmsnorm",
     "rope",
     "simulated",
