@@ -54,14 +54,16 @@ def targets(*shape):
 
 def plain_loss(logits, targets, count=None):
     logits, targets = logits.flatten(0, -2), targets.flatten()
-    total = TF.cross_entropy(
-        logits.float() if logits.dtype == torch.bfloat16 else logits, targets, reduction="sum"
-    )
+    total = TF.cross_entropy(logits.to(wide(logits)), targets, reduction="sum")
     return total / ((targets >= 0).sum().clamp(min=1) if count is None else count)
 
 
 def plain_linear_loss(x, w, targets, count=None):
     return plain_loss(x @ w.T, targets, count)
+
+
+def wide(x):
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def plain_softmax(s, scale):
@@ -197,6 +199,20 @@ CASES = {
         lambda N: [random(1, 2, N, N + 2)],
         opname="softmax",
         dtypes=(torch.float32,),
+    ),
+    "embedding": Case(
+        lambda ids, weight: xt.embedding(ids, weight),
+        lambda ids, weight: weight[ids],
+        lambda N: [torch.arange(2 * N).view(2, N) * 5 % 7, random(1, 9, 24)],
+        opname="embedding",
+    ),
+    "linear_logprobs": Case(
+        xt.linear_logprobs,
+        lambda x, w, tokens: (
+            (x @ w.T).to(wide(x)).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+        ),
+        lambda N: [random(1, N, 16), random(2, 24, 16), torch.arange(N) * 7 % 24],
+        opname="linear_logprobs",
     ),
     "attention": Case(
         xt.attention,
