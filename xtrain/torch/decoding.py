@@ -1,5 +1,7 @@
 """Sampling and log-probabilities as PyTorch ops: the functions below; see ops.py."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -47,7 +49,7 @@ def sample(
         `step` up. sequence: None: 0 to B - 1.
     A row with NaN among its logits gives -1. Raises ValueError for a number out of range.
     """
-    numbers = (temperature, top_k, top_p, min_p)
+    numbers: Any = (temperature, top_k, top_p, min_p)
     if not any(isinstance(x, Tensor) for x in numbers):
         _sampling.check_sampling(*numbers)
     B = logits.shape[0]
@@ -59,10 +61,16 @@ def sample(
             return x.to(logits.device, dtype).expand(B)
         return torch.full((B,), x, dtype=dtype, device=logits.device)
 
-    rules = (column(temperature, torch.float32), column(top_k, torch.int32))
-    rules += (column(top_p, torch.float32), column(min_p, torch.float32))
-    counters = (column(seed, torch.int64), column(sequence, torch.int64), column(step, torch.int32))
-    return _sample_op(logits, *rules, *counters)
+    return _sample_op(
+        logits,
+        column(temperature, torch.float32),
+        column(top_k, torch.int32),
+        column(top_p, torch.float32),
+        column(min_p, torch.float32),
+        column(seed, torch.int64),
+        column(sequence, torch.int64),
+        column(step, torch.int32),
+    )
 
 
 # ----------------------------------------------------------------------------- log-probabilities

@@ -111,7 +111,7 @@ class _Optimizer(torch.optim.Optimizer):
                 self.state[p][name] = value.to(p.device, copy=True)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient. Returns what the closure returns."""
         loss = None
         if closure is not None:
