@@ -54,9 +54,7 @@ def targets(*shape):
 
 def plain_loss(logits, targets, count=None):
     logits, targets = logits.flatten(0, -2), targets.flatten()
-    total = TF.cross_entropy(
-        logits.float() if logits.dtype == torch.bfloat16 else logits, targets, reduction="sum"
-    )
+    total = TF.cross_entropy(logits.to(wide(logits)), targets, reduction="sum")
     return total / ((targets >= 0).sum().clamp(min=1) if count is None else count)
 
 
@@ -64,10 +62,35 @@ def plain_linear_loss(x, w, targets, count=None):
     return plain_loss(x @ w.T, targets, count)
 
 
+def wide(x):
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def plain_softmax(s, scale):
     T, S = s.shape[-2:]
     hidden = torch.ones(T, S, dtype=torch.bool, device=s.device).triu(S - T + 1)
     return (s * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def attention_inputs(B, T):
+    """q, k, v with four query heads, two key heads; v is a part of a packed array."""
+    return [random(1, B, T, 4, 16), random(2, B, T, 2, 16), random(3, B, T, 4, 16)[:, :, :2]]
+
+
+def plain_attention(q, k, v, scale=0.25, window=0, cu_seqlens=None, causal=True):
+    T, S = q.shape[1], k.shape[1]
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
+    t = torch.arange(T, device=q.device)[:, None] + S - T
+    s = torch.arange(S, device=q.device)
+    hidden = (s > t) & causal
+    if window:
+        hidden |= s <= t - window
+    if cu_seqlens is not None:
+        document = torch.searchsorted(cu_seqlens, s, right=True)
+        hidden |= document[:, None] != document
+    p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("bhts,bshd->bthd", p, v)
 
 
 @dataclasses.dataclass
@@ -84,6 +107,7 @@ class Case:
     fixed: tuple[int, ...] = ()
     opname: str = ""
     once: bool = False  # backward changes what the forward has saved
+    simulated: int = 6  # tokens in the simulator; 0: other tests run the kernel there
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 
     def make(self, N=6, dtype=torch.float32, device="cpu", grad=True) -> list:
@@ -175,6 +199,48 @@ CASES = {
         lambda N: [random(1, 2, N, N + 2)],
         opname="softmax",
         dtypes=(torch.float32,),
+    ),
+    "embedding": Case(
+        lambda ids, weight: xt.embedding(ids, weight),
+        lambda ids, weight: weight[ids],
+        lambda N: [torch.arange(2 * N).view(2, N) * 5 % 7, random(1, 9, 24)],
+        opname="embedding",
+    ),
+    "linear_logprobs": Case(
+        xt.linear_logprobs,
+        lambda x, w, tokens: (
+            (x @ w.T).to(wide(x)).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+        ),
+        lambda N: [random(1, N, 16), random(2, 24, 16), torch.arange(N) * 7 % 24],
+        opname="linear_logprobs",
+    ),
+    "attention": Case(
+        xt.attention,
+        plain_attention,
+        lambda N: attention_inputs(2, N),
+        opname="attention",
+        simulated=2,
+    ),
+    "attention_window": Case(
+        lambda q, k, v: xt.attention(q, k, v, scale=0.2, window=3),
+        lambda q, k, v: plain_attention(q, k, v, 0.2, window=3),
+        lambda N: attention_inputs(2, N),
+        opname="attention",
+        simulated=0,
+    ),
+    "attention_documents": Case(
+        lambda q, k, v, cu_seqlens: xt.attention(q, k, v, cu_seqlens=cu_seqlens),
+        lambda q, k, v, cu_seqlens: plain_attention(q, k, v, cu_seqlens=cu_seqlens),
+        lambda N: [*attention_inputs(1, N), torch.tensor([0, N // 3, N // 2, N])],
+        opname="attention",
+        simulated=0,
+    ),
+    "attention_not_causal": Case(
+        lambda q, k, v: xt.attention(q[:, :2], k, v, causal=False),
+        lambda q, k, v: plain_attention(q[:, :2], k, v, causal=False),
+        lambda N: attention_inputs(1, N),
+        opname="attention",
+        simulated=0,
     ),
 }
 

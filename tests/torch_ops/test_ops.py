@@ -36,10 +36,12 @@ def as_good(ours, exact, plain, scale=1.0):
 @pytest.mark.parametrize("place", ["cpu", "simulator", GPU])
 def test_values_and_gradients(name, dtype, place):
     case = CASES[name]
-    if dtype not in case.dtypes:
-        return
+    N = case.simulated if place == "simulator" else 6
+    only_bf16 = place == "simulator" and case.opname == "attention"  # the other kernel takes longer
+    if dtype not in case.dtypes or not N or (only_bf16 and dtype == torch.float32):
+        pytest.skip("not a dtype of this op, or tested elsewhere")
     device = "cuda" if place == "cuda" else "cpu"
-    make = lambda dtype: case.make(dtype=dtype, device=device)
+    make = lambda dtype: case.make(N, dtype, device)
     rounded = [
         x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
         for x in make(dtype)

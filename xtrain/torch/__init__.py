@@ -9,19 +9,33 @@ Needs the extra `torch`; nothing else of xtrain imports this package.
 """
 
 from .arrays import simulated
+from .attention import attention, register_attention
+from .decoding import linear_logprobs, sample, token_logprobs
 from .losses import cross_entropy, linear_cross_entropy, softmax
-from .ops import qk_norm_rope, residual_rmsnorm, rmsnorm, rope, swiglu
+from .models import apply, revert
+from .ops import embedding, qk_norm_rope, residual_rmsnorm, rmsnorm, rope, swiglu
+from .optimizers import AdamW, Muon
 from .register import register_op
 
 __all__ = [
+    "AdamW",
+    "Muon",
+    "apply",
+    "attention",
     "cross_entropy",
+    "embedding",
     "linear_cross_entropy",
+    "linear_logprobs",
     "qk_norm_rope",
+    "register_attention",
     "register_op",
     "residual_rmsnorm",
+    "revert",
     "rmsnorm",
     "rope",
+    "sample",
     "simulated",
     "softmax",
     "swiglu",
+    "token_logprobs",
 ]

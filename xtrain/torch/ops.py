@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import cast as _cast
+from ..kernels import embedding as _embedding
 from ..kernels import qk_norm_rope as _qk_norm_rope
 from ..kernels import residual as _residual
 from ..kernels import rmsnorm as _rmsnorm
@@ -268,3 +269,30 @@ def _float(w):
     if w is None or w.dtype == np.float64:
         return w
     return _cast.cast_fwd(w, np.float32)
+
+
+# ----------------------------------------------------------------------------- embedding
+def _embedding_backward(dy, ids, weight):
+    dweight = _sums_like(dy, weight)
+    _embedding.embedding_bwd(dy, ids, dweight)
+    return dweight
+
+
+_embedding_backward_op = register_op(
+    "xtrain::embedding_backward(Tensor dy, Tensor ids, Tensor weight) -> Tensor dweight",
+    _embedding_backward,
+)
+_embedding_op = register_op(
+    "xtrain::embedding(Tensor ids, Tensor weight) -> Tensor y",
+    _embedding.embedding_fwd,
+    fake=lambda ids, weight: new_like(weight, (ids.shape[0], weight.shape[1])),
+    backward=_embedding_backward_op,
+)
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """Return the rows of weight (V, C), float32 or bf16, for ids (...): (..., C).
+
+    An id outside the table raises ValueError on the CPU; on a GPU its row is NaN.
+    """
+    return _embedding_op(ids.reshape(-1), weight).view(*ids.shape, weight.shape[1])

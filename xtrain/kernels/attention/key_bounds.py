@@ -140,7 +140,8 @@ def document_bounds_ref(starts_BT, window=0):
     first_BT = np.maximum(starts_BT, t - window + 1) if window else starts_BT
     last_BT = [np.searchsorted(row, t, side="right") - 1 for row in first_BT]
     positions_BT = t - starts_BT
-    return tuple(np.asarray(x, np.int32).reshape(-1, T) for x in (first_BT, last_BT, positions_BT))
+    bounds = (first_BT, last_BT, positions_BT)
+    return tuple(np.asarray(x, np.int32).reshape(starts_BT.shape) for x in bounds)
 
 
 @kernel(BLOCK)

@@ -1,0 +1,223 @@
+"""xtrain.torch.apply on tiny random models of transformers: the same loss and gradients as without it."""
+
+import functools
+
+import pytest
+import torch
+import transformers as hf
+from checks import assert_as_good
+
+import xtrain.torch as xt
+from xtrain.errors import UserError
+
+SHAPE = dict(
+    vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+MODELS = {
+    "llama": (hf.LlamaConfig, hf.LlamaForCausalLM, {}),
+    "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM, {"head_dim": 16}),
+    "mistral": (hf.MistralConfig, hf.MistralForCausalLM, {"sliding_window": 5}),
+    "phi3": (hf.Phi3Config, hf.Phi3ForCausalLM, {"partial_rotary_factor": 0.5}),
+    "smollm3": (hf.SmolLM3Config, hf.SmolLM3ForCausalLM, {}),
+}
+B, T = 2, 12
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+places = pytest.mark.parametrize("place", ["cpu", GPU])
+families = pytest.mark.parametrize("family", MODELS)
+
+
+@functools.cache
+def weights(family):
+    config, kind, options = MODELS[family]
+    torch.manual_seed(0)
+    model = kind(config(**SHAPE, **options))
+    return {k: v + 0.05 * torch.randn_like(v) for k, v in model.state_dict().items()}
+
+
+def new(family, place="cpu", dtype=torch.float32):
+    config, kind, options = MODELS[family]
+    model = kind(config(**SHAPE, **options)).train()
+    model.load_state_dict(weights(family))
+    return model.to(place, dtype)
+
+
+def batch(place="cpu"):
+    ids = torch.randint(3, 40, (B, T), generator=torch.Generator().manual_seed(1)).to(place)
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return {"input_ids": ids, "labels": labels, "use_cache": False}
+
+
+def run(model, **inputs):
+    """Loss and all gradients."""
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def close(ours, theirs):
+    """Each is as close as 1e-5 of its largest value."""
+    assert len(ours) == len(theirs) > 5
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+
+
+def same(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+@families
+@places
+def test_loss_and_gradients(family, place):
+    model, inputs = new(family, place), batch(place)
+    before = run(model, **inputs)
+    assert xt.apply(model) is model
+    ours = run(model, **inputs)
+    close(ours, before)
+    assert not same(ours, before)  # something else has computed them
+    assert same(run(model, **inputs), ours)
+    assert model(**inputs).logits is None
+    assert model(input_ids=inputs["input_ids"]).logits.shape == (B, T, 40)
+    assert xt.revert(model) is model
+    assert same(run(model, **inputs), before)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@families
+@places
+def test_bf16(family, place):
+    """The error against float32 is at most twice that of the model without xtrain."""
+    exact = run(new(family, place), **batch(place))
+    plain, ours = new(family, place, torch.bfloat16), new(family, place, torch.bfloat16)
+    xt.apply(ours)
+    found = [run(model, **batch(place)) for model in (ours, exact and plain)]
+    numbers = lambda xs: torch.cat(
+        [x.float().flatten() / (x.float().norm() + 1e-3) for x in xs]
+    ).cpu()
+    assert_as_good(numbers(found[0]).numpy(), numbers(exact).numpy(), numbers(found[1]).numpy())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@places
+def test_padding(family, place):
+    model, inputs = new(family, place), batch(place)
+    mask = torch.ones(B, T, dtype=torch.long, device=place)
+    mask[0, :4] = 0
+    mask[1, 9:] = 0
+    inputs["labels"][mask == 0] = -100
+    inputs["labels"][0, 4] = -100  # what padding predicts
+    expected = run(model, attention_mask=mask, **inputs)
+    close(run(xt.apply(model), attention_mask=mask, **inputs), expected)
+    mask[1, 2] = 0
+    with pytest.raises(ValueError, match="does not support padding inside a sequence: choose sdpa"):
+        model(attention_mask=mask, **inputs)
+
+
+@places
+def test_documents(place):
+    """Positions that begin again, or cu_seq_lens: documents do not see each other."""
+    model, inputs = new("llama", place), batch(place)
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None].to(place)
+    expected = run(model, position_ids=positions.expand(B, -1), **inputs)
+    xt.apply(model)
+    close(run(model, position_ids=positions.expand(B, -1), **inputs), expected)
+    one = {k: v[:1] if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    expected = run(model, position_ids=positions, **one)
+    lengths = torch.tensor([0, 5, 12], dtype=torch.int32, device=place)
+    close(run(model, position_ids=positions, cu_seq_lens_q=lengths, **one), expected)
+
+
+@places
+def test_what_the_trainer_passes(place):
+    """The number of items of all accumulated batches, targets that are shifted already, and a tuple as the result."""
+    model, inputs = new("llama", place), batch(place)
+    inputs |= {"num_items_in_batch": torch.tensor(33, device=place)}
+    expected = run(model, **inputs)
+    tuples = model(**inputs, return_dict=False)[0]
+    close(run(xt.apply(model), **inputs), expected)
+    torch.testing.assert_close(model(**inputs, return_dict=False)[0], tuples)
+    labels = inputs.pop("labels")
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    close(run(model, labels=labels, shift_labels=shifted, **inputs), expected)
+
+
+@places
+def test_gradient_checkpointing(place):
+    model, inputs = xt.apply(new("qwen3", place)), batch(place)
+    expected = run(model, **inputs)
+    model.gradient_checkpointing_enable()
+    assert same(run(model, **inputs), expected)
+
+
+@places
+def test_with_adapters_of_peft(place):
+    from peft import LoraConfig, get_peft_model
+
+    found = []
+    for change in (lambda model: model, xt.apply):
+        model = new("llama", place)
+        torch.manual_seed(1)
+        adapters = LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False)
+        model = change(get_peft_model(model, adapters))
+        found.append(run(model, **batch(place)))
+    close(*found)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "xtrain"])
+@places
+def test_generating(implementation, place):
+    model = new("qwen2", place).eval()
+    prompt = batch(place)["input_ids"][:1, :5]
+    run = lambda: model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
+    expected = run()
+    xt.apply(model, attention=implementation == "xtrain")
+    assert run() == expected
+
+
+def test_choosing():
+    model = xt.apply(new("llama"), attention=False, loss=False)
+    output = model(**batch())
+    assert output.logits.shape == (B, T, 40)
+    assert model.config._attn_implementation == "sdpa"
+    xt.register_attention()
+    model.set_attn_implementation("xtrain")  # without apply
+    torch.testing.assert_close(model(**batch()).loss, output.loss)
+
+
+@pytest.mark.parametrize("place", ["cpu", GPU])
+def test_compiled(place):
+    """One graph for the whole model; its loss."""
+    model, inputs = new("llama", place), batch(place)
+    expected = run(model, **inputs)
+    xt.apply(model)
+    torch._dynamo.reset()
+    backend = "inductor" if place == "cuda" else "aot_eager"
+    close(run(torch.compile(model, fullgraph=True, backend=backend), **inputs), expected)
+
+
+def test_mistakes():
+    gpt = hf.GPT2LMHeadModel(
+        hf.GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=8, n_positions=8)
+    )
+    with pytest.raises(
+        UserError, match=r"^apply does not know GPT2LMHeadModel: give a transformers model"
+    ):
+        xt.apply(gpt)
+    model = xt.apply(new("llama"))
+    with pytest.raises(
+        UserError, match=r"has xtrain's kernels already: call revert\(model\) first"
+    ):
+        xt.apply(model)
+    model.config.attention_dropout = model.model.layers[0].self_attn.attention_dropout = 0.5
+    with pytest.raises(ValueError, match=r"does not support dropout 0\.5: choose sdpa$"):
+        model(**batch())
+    mask = torch.ones(B, 1, T, T, dtype=torch.bool)
+    with pytest.raises(ValueError, match="does not support a mask with 4 axes: choose sdpa"):
+        model.eval()(attention_mask=mask, **batch())
+    mask = torch.ones(B, 5, dtype=torch.long)
+    mask[0, :2] = 0
+    with pytest.raises(ValueError, match="does not support padding next to a KV cache"):
+        model.generate(batch()["input_ids"][:, :5], attention_mask=mask, max_new_tokens=3)

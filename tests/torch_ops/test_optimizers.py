@@ -1,0 +1,146 @@
+"""AdamW and Muon of xtrain.torch: against torch's AdamW and the formula, saved and loaded, in the simulator."""
+
+import contextlib
+
+import pytest
+import torch
+from torch_cases import random
+
+import xtrain.torch as xt
+from xtrain.kernels.muon import EPS, RMS, orthogonalize_ref
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+places = pytest.mark.parametrize("place", ["cpu", "simulator", GPU])
+SHAPES = [(6, 9), (7,), (6, 9), (9, 6)]
+
+
+def on(place):
+    return xt.simulated() if place == "simulator" else contextlib.nullcontext()
+
+
+def parameters(place, dtype=torch.float32, shapes=SHAPES):
+    device = "cuda" if place == "cuda" else "cpu"
+    return [random(i, *s).to(device, dtype).requires_grad_() for i, s in enumerate(shapes)]
+
+
+def train(optimizer, params, steps=3, first=0):
+    for t in range(first, first + steps):
+        for i, p in enumerate(params):
+            p.grad = random(10 * t + i, *p.shape).to(p)
+        optimizer.step()
+    return [p.detach().clone() for p in params]
+
+
+@places
+def test_adamw(place):
+    """As torch's, two groups, one parameter without a gradient."""
+    results = []
+    for kind in (torch.optim.AdamW, xt.AdamW):
+        params, idle = parameters(place), random(9, 3).requires_grad_()
+        groups = [
+            {"params": params[:2]},
+            {"params": [*params[2:], idle], "lr": 0.1, "weight_decay": 0.0},
+        ]
+        optimizer = kind(groups, lr=0.01, betas=(0.9, 0.95), weight_decay=0.2)
+        with on(place):
+            results.append(train(optimizer, params))
+        assert torch.equal(idle, random(9, 3))
+    for theirs, ours in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+
+
+@places
+def test_bf16_parameters_are_rounded_float32_weights(place):
+    half = parameters(place, torch.bfloat16, [(6, 9)])
+    full = [p.detach().float().requires_grad_() for p in half]
+    for params in (half, full):
+        optimizer = xt.AdamW(params, lr=1e-4)
+        for t in range(2):
+            for i, p in enumerate(params):
+                p.grad = random(10 * t + i, *p.shape).to(torch.bfloat16).to(p)
+            with on(place):
+                optimizer.step()
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(half, full))
+
+
+@places
+def test_muon(place):
+    """As the formula at the top of kernels/muon.py; matrices of one shape together."""
+    shapes = [(6, 9), (9, 6), (6, 9)]
+    params = parameters(place, shapes=shapes)
+    expected = [p.detach().cpu().clone() for p in params]
+    moments = [torch.zeros(s) for s in shapes]
+    for t in range(2):
+        for i, (w, m) in enumerate(zip(expected, moments)):
+            g = random(10 * t + i, *w.shape)
+            m += 0.05 * (g - m)
+            x = g + 0.95 * (m - g)
+            x /= x.norm().clamp(min=EPS)
+            x = torch.from_numpy(orthogonalize_ref(x.numpy()[None])[0])
+            w.mul_(1 - 0.02 * 0.1).sub_(0.02 * RMS * max(w.shape) ** 0.5 * x)
+    with on(place):
+        found = train(xt.Muon(params, lr=0.02), params, 2)
+    size = 1e-5 if place == "cpu" else 0.02 * RMS * 0.1  # bf16 in the kernels
+    for ours, theirs in zip(found, expected):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=size)
+
+
+@pytest.mark.parametrize("kind", [xt.AdamW, xt.Muon])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", ["cpu", GPU])
+def test_saved_and_loaded(kind, dtype, place):
+    """The next steps have the same bits."""
+    shapes = [(6, 9), (9, 6)]
+    params = parameters(place, dtype, shapes)
+    optimizer = kind(params)
+    train(optimizer, params)
+    copies = [p.detach().clone().requires_grad_() for p in params]
+    loaded = kind(copies)
+    loaded.load_state_dict(optimizer.state_dict())
+    expected = train(optimizer, params, first=3)
+    assert all(torch.equal(a, b) for a, b in zip(train(loaded, copies, first=3), expected))
+
+
+@pytest.mark.parametrize("place", ["cpu", GPU])
+def test_opcheck(place):
+    with torch.no_grad():
+        lists = [[p.detach() for p in parameters(place)] for _ in range(5)]
+        lists[4] = [v.abs() for v in lists[4]]
+        hyper = torch.tensor([0.1, 0.2, 0.3], device=place)
+        arguments = (*lists, hyper, 0.9, 0.95, 1e-8, 0.1)
+        torch.library.opcheck(torch.ops.xtrain.adamw_.default, arguments)
+
+
+def test_closure():
+    (p,) = parameters("cpu", shapes=[(3,)])
+
+    def loss():
+        p.grad = None
+        value = (p * p).sum()
+        value.backward()
+        return value
+
+    optimizer = xt.AdamW([p], lr=0.1)
+    first = optimizer.step(loss)
+    assert optimizer.step(loss) < first
+
+
+def test_mistakes():
+    with pytest.raises(
+        ValueError, match=r"^Muon: a parameter has shape \(7,\) and is no matrix: give it to AdamW$"
+    ):
+        xt.Muon(parameters("cpu"))
+    half = parameters("cpu", torch.float16)
+    with pytest.raises(
+        TypeError, match=r"^AdamW: a parameter is torch.float16, expected float32 or bf"
+    ):
+        train(xt.AdamW(half), half)
+    w = [torch.ones(2, requires_grad=True)]
+    hyper = torch.ones(3)
+    with pytest.raises(
+        RuntimeError, match=r"^xtrain::adamw_ changes tensors in place and has no gradient: call"
+    ):
+        torch.ops.xtrain.adamw_(w, w, w, w, w, hyper, 0.9, 0.9, 1e-8, 0.0)
+    strided = [torch.ones(4, 2)[:, 0]]
+    with pytest.raises(ValueError, match=r"has shape \(4,\) and is not contiguous: copy it first$"):
+        torch.ops.xtrain.adamw_(*[strided] * 5, hyper, 0.9, 0.9, 1e-8, 0.0)

@@ -1,0 +1,218 @@
+"""Attention as a PyTorch op, and as an attention implementation of transformers.
+
+    xtrain.torch.register_attention()
+    AutoModelForCausalLM.from_pretrained(folder, attn_implementation="xtrain")
+
+Padding and several documents in a row
+become `starts`: where in the row the document of each token begins.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.attention import flash_attention as _flash
+from ..kernels.attention.key_bounds import UNBOUNDED, KeyBounds, document_bounds
+from .ops import new_like, wide
+from .register import register_op
+
+NAME = "xtrain"  # of the implementation in transformers
+
+
+def _bounds(first, last, window):
+    if first is not None:
+        return KeyBounds(0, first, last)
+    return KeyBounds(window) if window else UNBOUNDED
+
+
+def _forward(q, k, v, first, last, scale, causal, window):
+    return _flash.flash_attention_fwd(q, k, v, scale, causal, _bounds(first, last, window))
+
+
+def _backward(do, q, k, v, o, lse, first, last, scale, causal, window):
+    bounds = _bounds(first, last, window)
+    return _flash.flash_attention_bwd(do, q, k, v, o, lse, scale, causal, bounds=bounds)
+
+
+_OPTIONS = "Tensor? first, Tensor? last, float scale, bool causal, int window"
+_STRIDED = ("q", "k", "v")  # the kernels read parts of packed arrays
+_backward_op = register_op(
+    f"xtrain::attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
+    f" {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    _backward,
+    strided=_STRIDED,
+)
+_forward_op = register_op(
+    f"xtrain::attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor o, Tensor lse)",
+    _forward,
+    fake=lambda q, k, v, *options: (
+        new_like(q, q.shape),
+        new_like(q, (q.shape[0], q.shape[2], q.shape[1]), wide(q)),
+    ),
+    backward=_backward_op,
+    strided=_STRIDED,
+)
+
+
+def _document_bounds(starts, window):
+    bounds, _ = document_bounds(starts, window)
+    return bounds.first_BT, bounds.last_BS
+
+
+_bounds_op = register_op(
+    "xtrain::document_bounds(Tensor starts, int window) -> (Tensor first, Tensor last)",
+    _document_bounds,
+    fake=lambda starts, window: (new_like(starts, starts.shape), new_like(starts, starts.shape)),
+)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int = 0,
+    cu_seqlens: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
+    """Return softmax(scale q k^T) v for q (B, T, H, D) and k, v (B, S, G, D), like q.
+
+    H is a multiple of G (grouped-query attention). bf16 with D = 16, 32, 64 or 128, or float32
+    with D up to 128 (slower); positions may be further apart than H D elements.
+    causal: query t sees the keys up to t + S - T; S >= T.
+    scale: of the scores; None: 1 / sqrt(D).
+    window: a query sees this many keys at most, itself among them; 0: all. Causal only.
+    cu_seqlens: (n + 1,) integers, where the documents of the only row begin, and its end: B = 1.
+    starts: (B, T) int32, where in the row the document of each token begins; T = S.
+    Memory grows with T, not with T^2; the same input gives the same bits.
+    """
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    if window >= k.shape[1]:
+        window = 0
+    if cu_seqlens is not None:
+        starts = starts_of(cu_seqlens, q)
+    first = last = None
+    if starts is not None:
+        first, last = _bounds_op(starts, window)
+        window = 0
+    return _forward_op(q, k, v, first, last, scale, causal, window)[0]
+
+
+def starts_of(cu_seqlens: Tensor, q: Tensor) -> Tensor:
+    """Return `starts` (1, T) of attention for its cu_seqlens. Raises ValueError for several rows."""
+    if q.shape[0] != 1:
+        raise ValueError(
+            f"attention: cu_seqlens describes one row, and q has {q.shape[0]}: give starts (B, T)"
+        )
+    positions = torch.arange(q.shape[1], device=q.device)
+    document = torch.searchsorted(cu_seqlens.to(q.device, torch.int64), positions, right=True) - 1
+    return cu_seqlens.to(q.device)[document].int()[None]
+
+
+# ----------------------------------------------------------------------------- transformers
+def transformers_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute the attention of a transformers module -> (B, T, H, D), None.
+
+    query: (B, H, T, D), key, value: (B, G, S, D). attention_mask: what transformers_mask returned.
+    position_ids: each document of a row begins with position 0.
+    Raises ValueError for dropout, and for masks and options that the kernels do not have.
+    """
+    unsupported = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name)]
+    if dropout:
+        unsupported.append(f"dropout {dropout}")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        unsupported.append(f"a mask with {attention_mask.dim()} axes")
+    if unsupported:
+        raise ValueError(
+            f"attn_implementation='{NAME}' does not support {', '.join(unsupported)}: choose sdpa"
+        )
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    starts = attention_mask
+    if cu_seq_lens_q is not None:
+        starts = starts_of(cu_seq_lens_q, q)
+    elif position_ids is not None and q.shape[1] == k.shape[1] > 1:
+        documents = starts_of_positions(position_ids)
+        if documents is not None:
+            documents = documents.expand(q.shape[:2])
+            starts = documents if starts is None else torch.maximum(starts, documents)
+    if starts is not None:
+        starts = starts.contiguous()
+    o = attention(q, k, v, is_causal, scaling, sliding_window or 0, starts=starts)
+    return o, None
+
+
+def starts_of_positions(position_ids: Tensor) -> Tensor | None:
+    """Return where the document of each token begins, (B, T) int32, for positions (B, T).
+
+    None if every row is one document. This looks at the values, once per tensor: all layers get
+    the same. While torch.compile traces, it cannot look, and documents are always assumed.
+    """
+    known = getattr(position_ids, "_xtrain_starts", None)
+    if known is not None and known[0] == position_ids._version:
+        return known[1]
+    positions = torch.arange(position_ids.shape[-1], device=position_ids.device)
+    starts = (positions - position_ids).clamp(min=0).int()
+    if torch.compiler.is_compiling():
+        return starts
+    found = starts if bool(starts.any()) else None
+    position_ids._xtrain_starts = position_ids._version, found  # type: ignore[attr-defined]
+    return found
+
+
+def transformers_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor | None:
+    """Return `starts` (B, T) for a mask of padding (B, S), True for tokens; None without padding.
+
+    The padding of a row counts as a document. Raises ValueError for padding inside a sequence, and
+    next to a KV cache.
+    """
+    if attention_mask is None:
+        return None
+    mask = attention_mask.bool()
+    compiling = torch.compiler.is_compiling()
+    if not compiling and bool(mask.all()) and mask.shape[1] == kv_length:
+        return None
+    if q_length != kv_length or mask.shape[1] != kv_length:
+        raise ValueError(
+            f"attn_implementation='{NAME}' does not support padding next to a KV cache: "
+            "generate with sdpa, or one sequence at a time"
+        )
+    begins = torch.zeros_like(mask)
+    begins[:, 1:] = mask[:, 1:] != mask[:, :-1]
+    if not compiling and bool((begins.sum(1) > 2).any() | (mask[:, 0] & (begins.sum(1) > 1)).any()):
+        raise ValueError(
+            f"attn_implementation='{NAME}' does not support padding inside a sequence: choose sdpa"
+        )
+    positions = torch.arange(kv_length, device=mask.device).expand(batch_size, kv_length)
+    return torch.where(begins, positions, 0).cummax(1).values.int()
+
+
+def register_attention() -> None:
+    """Make attn_implementation="xtrain" known to transformers. `apply` does this, too."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, transformers_attention)
+    AttentionMaskInterface.register(NAME, transformers_mask)

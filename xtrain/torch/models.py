@@ -1,0 +1,210 @@
+"""One line for a model of transformers: `apply`, and `revert`.
+
+Only methods of this model's modules are replaced: parameters, names, hooks and files stay. What
+is replaced in a decoder layer:
+
+    RMSNorm                    rmsnorm
+    x + attention, RMSNorm     residual_rmsnorm (Phi-3 has a dropout between the two)
+    the MLP                    swiglu between its products
+    RoPE                       rope, with float32 tables made once per forward pass
+    attention                  attn_implementation="xtrain"
+    head and loss              linear_cross_entropy, if labels are given: no logits
+"""
+
+import sys
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError
+from .attention import NAME, register_attention
+from .losses import linear_cross_entropy
+from .ops import residual_rmsnorm, rmsnorm, rope, swiglu
+
+# model_type -> prefix of its classes in transformers
+FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "phi3": "Phi3",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "smollm3": "SmolLM3",
+}
+_MARK = "_xtrain_replaced"  # of a module: the name of the replaced method
+_ATTENTION = "_xtrain_attention"  # of a model: its attention implementation before
+
+
+def apply(model: nn.Module, attention: bool = True, loss: bool = True) -> nn.Module:
+    """Let a transformers model compute with xtrain's kernels; return it.
+
+    Llama and SmolLM, Qwen2, Qwen2.5 and Qwen3, Mistral, Phi-3, with or without adapters of peft, in
+    float32 or bf16.
+    attention: also its attention. Without: as it was loaded, for example for head widths that the
+        kernels do not have, or padded prompts next to a KV cache.
+    loss: also head and loss; then the output of a call with labels has no logits.
+    Call it before torch.compile, DistributedDataParallel, fully_shard or Accelerator.prepare.
+    Raises UserError for another model.
+    """
+    root = _pretrained(model)
+    family = root.config.model_type
+    prefix = FAMILIES[family]
+    if hasattr(root, _ATTENTION):
+        raise UserError("this model has xtrain's kernels already: call revert(model) first")
+    replaced = _replacements(prefix)
+    modeling = None
+    for module in root.modules():
+        new = replaced.get(type(module).__name__)
+        if new is not None and f".{family}." in type(module).__module__:
+            _replace(module, new)
+            modeling = sys.modules[type(module).__module__]
+    _dispatch_rope(modeling)
+    setattr(root, _ATTENTION, root.config._attn_implementation)
+    if attention:
+        register_attention()
+        root.set_attn_implementation(NAME)
+    if loss and type(root).__name__ == f"{prefix}ForCausalLM":
+        _replace(root, _causal_lm_forward)
+    return model
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Undo apply; return the model."""
+    root = _pretrained(model)
+    if not hasattr(root, _ATTENTION):
+        return model
+    for module in root.modules():
+        name = module.__dict__.pop(_MARK, None)
+        if name == "forward":
+            del module.forward
+        elif name is not None:
+            setattr(module, name, MethodType(type(module).forward, module))
+    root.set_attn_implementation(getattr(root, _ATTENTION))
+    delattr(root, _ATTENTION)
+    return model
+
+
+def _pretrained(model: nn.Module) -> Any:
+    """Return the model of transformers in `model`, which may be inside peft's."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "model_type", None) in FAMILIES and hasattr(
+            module, "set_attn_implementation"
+        ):
+            return module
+    known = ", ".join(FAMILIES)
+    raise UserError(
+        f"apply does not know {type(model).__name__}: give a transformers model of one of the "
+        f"types {known}, or call the ops of xtrain.torch in your modules"
+    )
+
+
+def _replace(module: nn.Module, forward: Callable) -> None:
+    """Replace a module's forward. Accelerate's hooks keep the module's own in _old_forward."""
+    name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+    setattr(module, name, MethodType(forward, module))
+    module.__dict__[_MARK] = name
+
+
+def _replacements(prefix: str) -> dict[str, Callable]:
+    """Return class name -> its new forward."""
+    found: dict[str, Callable] = {
+        f"{prefix}RMSNorm": _norm_forward,
+        f"{prefix}RotaryEmbedding": _rotary_forward,
+        f"{prefix}MLP": _mlp_forward,
+        f"{prefix}DecoderLayer": _layer_forward,
+    }
+    if prefix == "Phi3":
+        found["Phi3MLP"] = _packed_mlp_forward
+        del found["Phi3DecoderLayer"]
+    return found
+
+
+# ----------------------------------------------------------------------------- the new forwards
+def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    return rmsnorm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _mlp_forward(self: Any, x: Tensor) -> Tensor:
+    if self.config.hidden_act != "silu":
+        return type(self).forward(self, x)
+    return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+def _packed_mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    if self.config.hidden_act != "silu":
+        return type(self).forward(self, hidden_states)
+    return self.down_proj(swiglu(self.gate_up_proj(hidden_states)))
+
+
+def _layer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    norm = self.post_attention_layernorm
+    r = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
+    h, y = residual_rmsnorm(hidden_states, r, norm.weight, norm.variance_epsilon)
+    return h + self.mlp(y)
+
+
+def _rotary_forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin (P, R) float32, one row per token, or per position if all rows of the
+    batch have the same. _dispatch_rope tells them from tables of transformers by their axes."""
+    like = torch.empty(0, dtype=torch.float32, device=x.device)
+    cos, sin = type(self).forward(self, like, position_ids)
+    R = cos.shape[-1] // 2
+    return cos[..., :R].reshape(-1, R), sin[..., :R].reshape(-1, R)
+
+
+def _dispatch_rope(modeling: Any) -> None:
+    """Let apply_rotary_pos_emb of a module of transformers rotate with tables of _rotary_forward.
+
+    With its own tables, those of other models, it does what it did.
+    """
+    original = modeling.apply_rotary_pos_emb
+    if hasattr(original, "original"):
+        return
+
+    def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
+        if cos.dim() == 2:
+            return _rotate(q, cos, sin), _rotate(k, cos, sin)
+        return original(q, k, cos, sin, *args, **kwargs)
+
+    apply_rotary_pos_emb.original = original  # type: ignore[attr-defined]
+    modeling.apply_rotary_pos_emb = apply_rotary_pos_emb
+
+
+def _rotate(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first 2 R columns of every head."""
+    x = x_BHTD.transpose(1, 2)
+    B, T, H, D = x.shape
+    P, R = cos.shape
+    rotated = rope(x[..., : 2 * R].reshape(B * T // P if P else 0, P, H, 2 * R), cos, sin)
+    rotated = rotated.view(B, T, H, 2 * R)
+    if 2 * R < D:
+        rotated = torch.cat((rotated, x[..., 2 * R :]), -1)
+    return rotated.transpose(1, 2)
+
+
+def _causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute the loss without logits, if there are labels, and nothing about it is special."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    head = self.lm_head
+    plain = type(head) is nn.Linear and head.bias is None and self.loss_function is ForCausalLMLoss
+    if kwargs.get("labels") is None or not plain:
+        return type(self).forward(self, *args, **kwargs)
+    labels = kwargs.pop("labels")
+    count = kwargs.pop("num_items_in_batch", None)
+    targets = kwargs.pop("shift_labels", None)
+    kwargs.pop("logits_to_keep", None)
+    return_dict = kwargs.pop("return_dict", None)
+    if targets is None:
+        targets = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+    outputs = dict(self.model(*args, **kwargs, return_dict=True))
+    hidden = outputs.pop("last_hidden_state")
+    loss = linear_cross_entropy(hidden, head.weight, targets.to(hidden.device), count)
+    output = CausalLMOutputWithPast(loss=loss, **outputs)
+    if return_dict is False or (return_dict is None and not self.config.return_dict):
+        return output.to_tuple()
+    return output
