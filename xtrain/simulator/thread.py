@@ -137,6 +137,20 @@ class Thread:
         """Report a finding: see Launch.report."""
         self.block.launch.report(kind, sites, make)
 
+    # ------------------------------------------------------------------------- overlapping kernels: early.py
+    def wait_for_previous(self):
+        """Simulate griddepcontrol.wait."""
+        self.block.waited = True
+
+    def let_next_start(self):
+        """Simulate griddepcontrol.launch_dependents."""
+
+    def note_copy(self, site, low, high, writes):
+        """Record an asynchronous copy (kernels/primitives/hopper.py) that accesses a tensor in the
+        bytes [low, high)."""
+        copies = self.block.launch.copies
+        copies[low, high] = writes or copies.get((low, high), False)
+
     # ------------------------------------------------------------------------- memory
     def load(self, a, index, site):
         """a[index]"""
