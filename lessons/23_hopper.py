@@ -186,7 +186,7 @@ warpgroup_kernel = lesson.yours(warpgroup_kernel, warpgroup_kernel_solution)
 # simulator reports it, while a GPU would return whatever is in the registers.
 
 # %%
-from xtrain.kernels.primitives.tensor_maps import tensor_maps
+from xtrain.kernels.primitives import tensor_maps
 
 random = np.random.default_rng(0)
 q, k = (random.standard_normal((64, 64)).astype(ml_dtypes.bfloat16) for _ in range(2))

@@ -1,6 +1,7 @@
 """What `import xtrain` and `xtrain train` import before the first step: packages and rooms that a run may never need stay out."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,8 +47,34 @@ def too_early(modules: list[str], late: set[str]) -> set[str]:
 
 def test_importing_xtrain():
     assert too_early(["os", "xtrain.serving.engine"], LATE) == {"xtrain.serving"}
-    modules = imported("import sys, xtrain; print(*sys.modules, file=sys.stderr)")
+    code = "import sys, xtrain; xtrain.Transformer; print(*sys.modules, file=sys.stderr)"
+    modules = imported(code)
     assert "xtrain.nn.model" in modules and too_early(modules, LATE_IN_LIBRARY) == set()
+
+
+# The rest of xtrain that comes with the primitives; of the simulator, what they register at.
+WITH_PRIMITIVES = re.compile(
+    r"xtrain(\.(version|machine|errors|option_words|device|kernels(\.primitives(\.\w+)?)?|kernels\.runtime(\.compiler)?|simulator"
+    r"(\.(errors|frontends|half|intrinsics|memory|releases|scalars|sim_array|unset|unwritten))?))?"
+)
+
+
+def test_the_primitives_import_nothing_else():
+    """No other package, and nothing of xtrain that they do not use."""
+    modules = imported(
+        "import sys, numba.cuda, numba.types, ml_dtypes; before = {*sys.modules}\n"
+        "import xtrain.kernels.primitives; print(*{*sys.modules} - before, file=sys.stderr)"
+    )
+    assert "xtrain.kernels.primitives.hopper" in modules
+    allowed = {"numba", *sys.stdlib_module_names}
+    others = [m for m in modules if m.split(".")[0] not in allowed]
+    assert [m for m in others if not WITH_PRIMITIVES.fullmatch(m)] == []
+
+
+def test_importing_xtrain_alone_imports_no_package():
+    modules = imported("import sys, xtrain; print(*sys.modules, file=sys.stderr)")
+    assert not {"numpy", "numba"} & set(modules)
+    assert {m for m in modules if m.startswith("xtrain.")} <= {"xtrain.machine", "xtrain.version"}
 
 
 def test_the_engine_is_imported_when_it_is_used():
@@ -86,9 +113,9 @@ def test_until_the_first_step(tmp_path):
 
 
 def test_garbage_is_collected_after_the_import():
-    code = "import gc, sys; gc.set_threshold(500, 5, 5); import xtrain; print(gc.isenabled(), gc.get_freeze_count(), file=sys.stderr)"
+    code = "import gc, sys; gc.set_threshold(500, 5, 5); import xtrain; xtrain.Tensor; print(gc.isenabled(), gc.get_freeze_count(), file=sys.stderr)"
     assert imported(code) == ["True", "0"]
-    off = "import gc, sys; gc.disable(); import xtrain; print(gc.isenabled(), file=sys.stderr)"
+    off = "import gc, sys; gc.disable(); import xtrain; xtrain.Tensor; print(gc.isenabled(), file=sys.stderr)"
     assert imported(off) == ["False"]
 
 

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from xtrain.kernels.primitives.tensor_maps import tensor_maps
+from xtrain.kernels.primitives import tensor_maps
 
 from .attempt import exercise
 

@@ -1,9 +1,12 @@
 """Show docstrings on the reference pages as preformatted text, because their columns and formulas are aligned by hand.
 
 The lines of a prose paragraph are joined, because they are longer than the page is wide and would wrap twice.
-The fields of a dataclass are listed with their comments.
+The fields of a dataclass are listed with their comments. An intrinsic is shown as kernels call it: without the code
+generator's own argument, and with its docstring if a function makes it (`load8 = _load(...)`).
 """
 
+import importlib
+import inspect
 import re
 
 import griffe
@@ -22,6 +25,21 @@ class AsWritten(griffe.Extension):
         if obj.docstring and not obj.docstring.value.startswith("```"):
             obj.docstring.value = f"```text\n{flowing(obj.docstring.value)}\n```"
 
+    def on_module_members(self, *, mod, **kwargs):
+        """Show the intrinsics of xtrain/kernels/primitives as kernels call them."""
+        if not mod.path.startswith("xtrain.kernels.primitives."):
+            return
+        for name, member in mod.members.items():
+            if member.is_alias:
+                continue
+            if member.is_function and any("intrinsic" in str(d.value) for d in member.decorators):
+                del member.parameters["code"]
+            elif member.is_attribute:
+                text = made_intrinsic(mod.path, name)
+                if text:
+                    member.docstring = griffe.Docstring(f"```text\n{text}\n```", parent=member)
+                    member.value = None
+
     def on_class_members(self, *, cls, **kwargs):
         """List the fields of a dataclass with their comments below its docstring."""
         if not any("dataclass" in str(d.value) for d in cls.decorators) or not cls.docstring:
@@ -32,6 +50,15 @@ class AsWritten(griffe.Extension):
         rows = "".join(f"\n{name:{width}}   {text}" for name, text in said)
         if rows:
             cls.docstring.value = cls.docstring.value.removesuffix("\n```") + f"\n{rows}\n```"
+
+
+def made_intrinsic(module: str, name: str) -> str:
+    """-> how kernels call an intrinsic that a function makes, and its docstring; else nothing"""
+    made = getattr(importlib.import_module(module), name, None)
+    if not hasattr(made, "_defn"):
+        return ""
+    _, *parameters = inspect.signature(made._defn).parameters  # the first: Numba's context
+    return flowing(f"{name}({', '.join(parameters)})\n\n{inspect.getdoc(made)}")
 
 
 def comment(cls, field) -> str:

@@ -12,6 +12,7 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
+import primitive_examples
 
 from xtrain import simulator
 from xtrain.kernels import fp8, fp8_norm
@@ -99,6 +100,7 @@ def every_signature(card: tuple[int, int]) -> dict[str, list[tuple]]:
             (flash_attention_hopper_bwd.make_statistics_kernel(D)[0], hopper.STATISTICS)
             for D in (64, 128)
         ]
+        found["primitives"] = list(primitive_examples.launched().values())
     for group in ("attention", "wgmma"):
         if group in found:
             found[group] = [(kernel, tuple(map(of_compiler, s))) for kernel, s in found[group]]

@@ -29,7 +29,7 @@ from xtrain.kernels.attention import (
 )
 from xtrain.kernels.attention.flash_attention_hopper_table import HopperTiles
 from xtrain.kernels.attention.flash_attention_table import Tiles
-from xtrain.kernels.primitives import tensor_maps as _tensor_maps
+from xtrain.kernels.primitives import tma
 from xtrain.kernels.runtime.cost import declare_cost, kernel_cost, product_cost
 from xtrain.nn.model import Transformer
 from xtrain.nn.observers import Op
@@ -189,8 +189,8 @@ def test_operations_and_bytes_of_attention_through_tensor_maps(monkeypatch):
     B, T, S, H, G, D = 2, 64, 100, 4, 2, 64
     maps, lse = array(64, 1, np.uint64), array(B * T * H, 2)
     dims = (D, H, T, B), (D, G, S, B), (D, G, S, B), (D, H, T, B), (256, 8)
-    specs = tuple(_tensor_maps.TensorMapSpec(0, d, (), ()) for d in dims)
-    monkeypatch.setattr(_tensor_maps, "_evictable", {(0, specs): maps})
+    specs = tuple(tma.TensorMapSpec(0, d, (), ()) for d in dims)
+    monkeypatch.setattr(tma, "_evictable", {(0, specs): maps})
     kernel = flash_attention_hopper_bwd.make_dq_kernel(D, True, HopperTiles(64, 2, 2, 1, 1))
     cost = kernel_cost(kernel, (maps, lse))
     assert cost.flops == 6 * B * H * T * S * D

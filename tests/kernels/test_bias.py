@@ -19,7 +19,7 @@ from checks import (
 from xtrain.kernels import bias
 from xtrain.kernels.bias import bias_bwd, bias_bwd_ref, fill_rows, fill_rows_ref
 from xtrain.kernels.gemm import linear_fwd
-from xtrain.kernels.primitives import reduce
+from xtrain.kernels.primitives import column_sums
 from xtrain.kernels.runtime.launch import empty
 from xtrain.simulator import KernelError
 
@@ -120,11 +120,11 @@ def test_no_rows_and_bad_input():
         (bias, "make_fill_rows_kernel", "if n < N:", "if n <= N:"),
         (bias, "make_fill_rows_kernel", "load(b, b_O, o, gap", "load(b, b_O, n, gap"),
         (bias, "make_fill_rows_kernel", "n * O + O, b", "n * O + O + 1, b"),
-        (reduce, "make_add_column_sums_kernel", "        cuda.syncthreads()\n", ""),
-        (reduce, "make_add_column_sums_kernel", "q if q < P else p", "q"),
-        (reduce, "make_add_column_sums_kernel", "< P else float32(0.0)", "<= P else float32(0.0)"),
-        (reduce, "make_add_column_sums_kernel", "step = COLUMNS", "step = 8"),
-        (reduce, "make_add_column_sums_kernel", "int64(q if q < P else p) * C + c", "int64(q if q < P else p) * C"),
+        (column_sums, "make_add_column_sums_kernel", "        cuda.syncthreads()\n", ""),
+        (column_sums, "make_add_column_sums_kernel", "q if q < P else p", "q"),
+        (column_sums, "make_add_column_sums_kernel", "< P else float32(0.0)", "<= P else float32(0.0)"),
+        (column_sums, "make_add_column_sums_kernel", "step = COLUMNS", "step = 8"),
+        (column_sums, "make_add_column_sums_kernel", "int64(q if q < P else p) * C + c", "int64(q if q < P else p) * C"),
     ],
 )  # fmt: skip
 def test_planted_bugs_are_found(module, name, old, new):
@@ -141,7 +141,7 @@ def test_planted_bugs_are_found(module, name, old, new):
         )
 
     assert run()
-    with with_planted_bug([module, bias, reduce], name, old, new):
+    with with_planted_bug([module, bias, column_sums], name, old, new):
         try:
             found = not run()
         except KernelError:

@@ -11,6 +11,7 @@ from unittest import mock
 import every_signature
 import ml_dtypes
 import numpy as np
+import primitive_examples
 import pytest
 from offline import (
     CARDS,
@@ -170,6 +171,27 @@ def test_adamw_is_not_contracted(monkeypatch, nvvm):
         assert "mul.rn.f32" in ptx and "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx
         free = r"\bfma\.\S+|\b(?:add|sub|mul)\.f32|\S+\.ftz\S*|\S+\.approx\S*|\S+\.f64"
         assert not re.findall(free, ptx), set(re.findall(free, ptx))
+
+
+# what the PTX of each program in examples/primitives contains
+PRIMITIVES = {
+    "cp_async": r"cp\.async\.cg\.shared\.global",
+    "last_block": r"atom\.acq_rel\.gpu\.global",
+    "ldmatrix": r"ldmatrix\.sync\.aligned\.m8n8\.x4\.trans",
+    "mbarrier": r"mbarrier\.try_wait\.parity",
+    "tensor_cores": r"mma\.sync\.aligned\.m16n8k16",
+    "tma": r"cp\.async\.bulk\.tensor\.4d\.global",
+    "wgmma": r"wgmma\.mma_async\.sync\.aligned\.m64n64k16",
+    "wide_accesses": r"ld\.global\.v4",
+}
+
+
+def test_the_examples_of_primitives_compile(monkeypatch, nvvm):
+    found = primitive_examples.launched()
+    assert set(found) == set(PRIMITIVES)
+    for name, (kernel, signature) in found.items():
+        ptx = compiled(monkeypatch, kernel, signature, [(9, 0)])[9, 0]
+        assert re.search(PRIMITIVES[name], ptx), f"{name}: no {PRIMITIVES[name]}"
 
 
 def test_every_kernel_is_compiled():

@@ -122,7 +122,7 @@ def test_every_kernel(monkeypatch, group):
     found[bfloat16] = [pair for pair in found[bfloat16] if pair not in found[float32]]
     engine = found["engine"]
     found["engine"], found["engine 2"] = engine[::2], engine[1::2]
-    others = "attention", "fp8", "wgmma", "exact decoding"
+    others = "attention", "fp8", "wgmma", "exact decoding", "primitives"
     found["others"] = [pair for name in others for pair in found[name]]
     named = {kernel.py_func.__name__ for kernel, _ in found[group]}
     assert check(monkeypatch, found[group], (9, 0)) | {*KNOWN} >= named

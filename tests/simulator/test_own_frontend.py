@@ -14,13 +14,13 @@ from numba.cuda import random as numbas_random
 
 from xtrain.simulator import (
     RaceError,
+    expressions,
     frontends,
     own_libdevice,
     own_random,
     own_types,
     run,
     simulate,
-    source,
 )
 from xtrain.simulator import own_cuda as cuda
 from xtrain.simulator.cudasim import enabled
@@ -29,7 +29,7 @@ from xtrain.simulator.thread import Thread
 
 def test_every_name_that_the_simulator_runs_is_there():
     public = {name for name in dir(numbas) if not name.startswith("_")}
-    names = {n for n in public if hasattr(Thread, n) or n in source._PARAMETERS}
+    names = {n for n in public if hasattr(Thread, n) or n in expressions.PARAMETERS}
     vectors = {n for n in public if n.rstrip("1234").rstrip("x") in cuda._VECTORS}
     assert len(names) > 30 and len(vectors) == 40
     for name in names | vectors | {"atomic", "shared", "local", "const", "cg", "jit", "to_device"}:

@@ -28,7 +28,7 @@ from xtrain.kernels.primitives.hopper import (
     tma_store_commit,
     tma_store_wait,
 )
-from xtrain.kernels.primitives.tensor_maps import tensor_maps
+from xtrain.kernels.primitives.tma import tensor_maps
 from xtrain.simulator import AsyncError, DeadlockError, KernelError, record, run, sim
 from xtrain.simulator.observers import Observer, observe
 

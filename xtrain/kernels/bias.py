@@ -5,7 +5,7 @@
     backward   db = sum_n dy
 
 y and dy are float32 or bf16, b and db float32. The sum over rows is that of a norm weight's
-gradient (add_column_sums in primitives/reduce.py): a fixed order, no atomics. In a product of few
+gradient (add_column_sums in primitives/column_sums.py): a fixed order, no atomics. In a product of few
 rows gemv.py adds b itself, in float32.
 Bytes moved, forward: write y, which the product then reads. Backward: read dy. Both are small next
 to the product.
@@ -14,6 +14,7 @@ to the product.
 import functools
 
 from ..device import Array
+from .primitives.column_sums import add_column_sums
 from .primitives.flat import (
     BLOCK,
     CHUNK,
@@ -24,7 +25,6 @@ from .primitives.flat import (
     store,
 )
 from .primitives.ptx import kernel
-from .primitives.reduce import add_column_sums
 from .runtime.compiler import cuda, float32
 from .runtime.launch import FLOATS, check_array, launch, on_host, wide
 

@@ -30,10 +30,11 @@ from typing import Any
 import numpy as np
 
 from ..device import Array
+from .primitives.column_sums import add_column_sums
 from .primitives.flat import on_16_bytes
 from .primitives.heads import HeadKernel, head_plan, make_add_heads, make_head_ops
 from .primitives.ptx import device, kernel, let_next_start, load1, store1
-from .primitives.reduce import add_column_sums, warp_sum
+from .primitives.reduce import warp_sum
 from .primitives.words import elements_per_vector
 from .rope import angle, check_tables, cycle, position_of, positions_for, rope_ref
 from .runtime.compiler import cuda, float32, int32, int64, rsqrtf, uint32

@@ -27,9 +27,10 @@ import math
 import numpy as np
 
 from ..device import Array
+from .primitives.column_sums import add_column_sums
 from .primitives.flat import on_16_bytes
 from .primitives.ptx import kernel, let_next_start
-from .primitives.reduce import MAX_WARPS, add_column_sums, block_sum
+from .primitives.reduce import MAX_WARPS, block_sum
 from .primitives.rows import RowKernel, aligned_rows, make_row_ops, row_plan
 from .primitives.words import elements_per_vector
 from .runtime.compiler import cuda, float32, int32, int64, rsqrtf, uint32

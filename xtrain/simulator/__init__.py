@@ -68,7 +68,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import own_cuda as cuda
     from . import own_types as types
-    from .api import SimArray, check, empty, mark_unwritten, mark_written, record, run, sim
+    from .api import check, empty, record, run
     from .errors import (
         KINDS,
         AsyncError,
@@ -83,8 +83,10 @@ if TYPE_CHECKING:
     from .host import simulate
     from .intrinsics import simulates
     from .observers import observe
+    from .sim_array import SimArray, sim
     from .stepper import Stepper
     from .streams import StreamError
+    from .unwritten import mark_unwritten, mark_written
 
 __all__ = [
     "KINDS",
@@ -112,14 +114,16 @@ __all__ = [
     "simulates",
     "types",
 ]
-_API = "SimArray", "check", "empty", "mark_unwritten", "mark_written", "record", "run", "sim"
 _HOME = {
+    "SimArray": "sim_array",
     "Stepper": "stepper",
     "StreamError": "streams",
     "observe": "observers",
     "simulate": "host",
     "simulates": "intrinsics",
-    **dict.fromkeys(_API, "api"),
+    "sim": "sim_array",
+    **dict.fromkeys(("check", "empty", "record", "run"), "api"),
+    **dict.fromkeys(("mark_unwritten", "mark_written"), "unwritten"),
 }
 
 _MODULES = {"cuda": "own_cuda", "types": "own_types"}  # for programs that run without Numba

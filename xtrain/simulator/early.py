@@ -47,35 +47,25 @@ class EarlyThread(Thread):
             if _overlaps(self.block.launch.previous_extents, at, at + a.memory.granule):
                 raise errors.early(self, does, NEEDED, errors.element(site, index), site)
 
+    def wait_for_previous(self):
+        self.__class__ = self.after_wait
+        self.block.waited = True
 
-def _overlaps(ranges, low, high):
-    return any(low < end and first < high for first, end in ranges)
+    def let_next_start(self):
+        self.block.launch.let_next_early = True
 
-
-def note_copy(thread, site, low, high, writes):
-    """Check and record an asynchronous copy (kernels/primitives/hopper.py) that accesses a tensor
-    in the bytes [low, high)."""
-    launch = thread.block.launch
-    if isinstance(thread, EarlyThread):
+    def note_copy(self, site, low, high, writes):
+        launch = self.block.launch
         if writes and _overlaps(launch.previous_extents, low, high):
-            raise errors.early(thread, "writes", NEEDED, "a tensor", site)
+            raise errors.early(self, "writes", NEEDED, "a tensor", site)
         written = [extent for extent, wrote in launch.previous_copies.items() if wrote]
         for _, base, granule, keys in launch.previous_writes:
             written += [(base + k * granule, base + (k + 1) * granule) for k in keys]
         if not writes and _overlaps(written, low, high):
             why = "which the previous kernel writes"
-            raise errors.early(thread, "reads", why, "a tensor", site)
-    launch.copies[low, high] = writes or launch.copies.get((low, high), False)
+            raise errors.early(self, "reads", why, "a tensor", site)
+        Thread.note_copy(self, site, low, high, writes)
 
 
-def wait(thread, site):
-    """Simulate wait_for_previous."""
-    if isinstance(thread, EarlyThread):
-        thread.__class__ = thread.after_wait
-    thread.block.waited = True
-
-
-def let_next(thread, site):
-    """Simulate let_next_start."""
-    if isinstance(thread, EarlyThread):
-        thread.block.launch.let_next_early = True
+def _overlaps(ranges, low, high):
+    return any(low < end and first < high for first, end in ranges)

@@ -18,9 +18,9 @@ import numpy as np
 
 from . import releases
 from .errors import AsyncError, OutOfBoundsError, RaceError, UninitializedError, where
+from .memory import BASE
 from .observers import READ, WRITE
 
-BASE = 1024  # the address of the first dynamic byte; a GPU reserves the bytes before it
 PAGE = 256  # words; reads are looked up by page
 MAX_BARRIERS = 64
 NEVER = 2**30  # the time of a read that is still in flight

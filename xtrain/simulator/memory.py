@@ -20,6 +20,9 @@ import numpy as np
 
 from . import releases
 
+BASE = (
+    1024  # the address of the first dynamic byte of shared memory; a GPU reserves those before it
+)
 MAX_RUNS = 4096  # of one memory: threads that take turns in a waiting loop begin new ones forever
 
 

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import Array, is_bits
-from .engines import BASE
 from .errors import KernelError, Site
 from .intrinsics import WARPGROUP
 from .launch import Launch
+from .memory import BASE
 from .observers import ATOMIC, WRITE, Observer, width
 from .source import BLOCK_BARRIERS
 from .thread import Dim3

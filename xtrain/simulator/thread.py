@@ -3,29 +3,27 @@
 source.py rewrites a kernel so that `cuda.threadIdx.x` becomes `_t.threadIdx.x`,
 `cuda.atomic.add(...)` becomes `_t.atomic_add(...)` and `a[i]` becomes `_t.load(a, i, site)`, where
 _t is the running Thread. Each method has the name and the meaning of its function in numba.cuda.
+Loads and stores: accesses.py.
 """
 
-import contextlib
 import functools
 import itertools
 import operator
 import sys
-from operator import index as as_int
 from typing import Any
 
 import numpy as np
 
 from . import errors, releases
-from .arrays import Array, Record, RecordArray, new_array, poison
-from .memory import Mark, add_reader, share, unordered
+from .accesses import Accesses
+from .arrays import Array
+from .memory import Mark
 from .names import NAMESPACES
-from .scalars import Int32, UInt32, UInt64, dtype_of, unify
+from .scalars import Int32, UInt32, UInt64, unify
 from .schedules import PAUSES
 from .twins import TWINS, twin
 from .unset import Unset, carries, plain
 
-ATOMIC = "atomically changed"  # the verb in a report
-LOADED = "atomically read"
 FAILED = object()  # the result of a compare-and-swap that leaves the element as it is
 MAX_TURNS = 100_000_000  # iterations of one while loop of one thread: less than a minute
 CHECK_TURNS = 100_000  # iterations between two checks whether a loop still changes its variables
@@ -49,7 +47,7 @@ class Dim3:
         return f"({self.x}, {self.y}, {self.z})"
 
 
-class Thread:
+class Thread(Accesses):
     """One thread of one block.
 
     block: the running Block; index: position in the block; lane, warp: index % 32, index // 32
@@ -137,367 +135,19 @@ class Thread:
         """Report a finding: see Launch.report."""
         self.block.launch.report(kind, sites, make)
 
-    # ------------------------------------------------------------------------- memory
-    def load(self, a, index, site):
-        """a[index]"""
-        if type(a) is not Array:
-            return self._element_of(a, index, site)
-        k = a.locate(index)
-        if k is None:
-            k = a.row(index)
-            if k is None:
-                k = self._find(a, index, site)
-            if type(k) is not int:  # a view
-                return k
-        if a.memory.local:  # no other thread has this memory
-            read = None
-            if k not in a.memory.writes:
-                read = self._first(a, k, index, site)
-        elif a.reader is self.mark and k in a.memory.writes:
-            a.run[k] = site
-            read = None
-        elif a.dense:
-            read = self._read(a, k + a.bias, index, site)
-        else:
-            read = None
-            for key in a.keys(k):
-                read = self._read(a, key, index, site) or read
-        value = a.flat[k]
-        if a.wrap is not None:
-            value = a.wrap(value)
-        if read is None:
-            return value
-        value = Unset(value, read)
-        if self.block.eager:
-            return value.use("an instruction", site)
-        return value
+    # ------------------------------------------------------------------------- overlapping kernels: early.py
+    def wait_for_previous(self):
+        """Simulate griddepcontrol.wait."""
+        self.block.waited = True
 
-    def load_2d(self, a, i, j, site):
-        """a[i, j]: `load` with all that it calls for shared memory that is only read at the
-        moment."""
-        try:
-            if a.reader is self.mark:
-                y = as_int(i)
-                x = as_int(j)
-                n, m, row, column, start = a.plane
-                if 0 <= y < n and 0 <= x < m:
-                    k = start + y * row + x * column
-                    if k in a.memory.writes:
-                        a.run[k] = site
-                        value = a.flat[k]
-                        if a.wrap is None:
-                            return value
-                        return a.wrap(value)
-        except (AttributeError, TypeError, ValueError):  # no array, no integers, not two axes
-            pass
-        return self.load(a, (i, j), site)
+    def let_next_start(self):
+        """Simulate griddepcontrol.launch_dependents."""
 
-    def _element_of(self, a, index, site):
-        """An element of a tuple or of an array of records, or a field of a record."""
-        if isinstance(a, Array):
-            if type(index) is str:
-                return getattr(a, index)
-            k = Array.locate(a, index)
-            if k is None:
-                k = self._find(a, index, site)
-            if type(k) is int:
-                return Record(a, k, site.what)
-            return k
-        if type(a) is Record:
-            return self.load_field(a, index, site)
-        if type(index) is Unset:
-            index = index.use("an index", site)
-        # a number has no such method
-        if isinstance(a, tuple):
-            return a[index]
-        return a.locate(index)
-
-    def load_field(self, record, name, site):
-        """record.name"""
-        a, k = record.place(name)
-        if type(a) is RecordArray:
-            return Record(a, k, f"{record._name}.{name}")
-        if k is None:
-            return a
-        return self.load(a, k, site._replace(what=f"{record._name}.{name}"))
-
-    def store_field(self, record, name, value, site):
-        """record.name = value"""
-        if type(record) is not Record:
-            raise errors.KernelError(
-                f"{site.what} = ... {errors.where(self, site)}: attributes other than the fields "
-                "of a record are read-only",
-                (site,),
-            )
-        a, k = record.place(name)
-        site = site._replace(what=f"{record._name}.{name}")
-        if k is None and isinstance(value, Array) and value.dims == a.dims:
-            for i in np.ndindex(a.dims):
-                self.store(a, i, self.load(value, i, site), site)
-        else:
-            self.store(a, slice(None) if k is None else k, value, site)
-
-    def element(self, a):
-        """A number with the type of a[i], without a read of memory."""
-        if isinstance(a, RecordArray) or type(a) is Record:
-            raise TypeError("its type depends on the field")
-        if isinstance(a, tuple):
-            return a[0]
-        return (a.wrap or a.dtype.type)(1)
-
-    def each(self, a, site):
-        """for v in a"""
-        if isinstance(a, Array):
-            return (self.load(a, i, site) for i in range(a.dims[0]))
-        return a
-
-    def store(self, a, index, value, site):
-        """a[index] = value"""
-        if type(a) is Record:
-            return self.store_field(a, index, value, site)
-        if type(value) is Record:
-            for key in value.all_keys():
-                self._read(value._array, key, index, site)
-            value = value.value()
-        k = a.locate(index)
-        if k is None:
-            k = self._find(a, index, site, stores=True)
-            if type(k) is not int:
-                return self._store_view(k, value, site)
-        if a.memory.local and a.writeable:
-            a.memory.writes[k] = self.mark, site
-        elif a.dense:
-            self._write(a, k + a.bias, index, site, k, value)
-        else:
-            for key in a.keys(k):
-                self._write(a, key, index, site, k, value)
-        try:
-            if a.convert is None:
-                a.flat[k] = value
-            else:
-                a.flat[k] = a.convert(value)
-        except TypeError:
-            self._store_object(a, k, index, value, site)
-
-    def _store_object(self, a, k, index, value, site):
-        """Store something that is not a number."""
-        memory = a.memory
-        if isinstance(value, Array):
-            raise errors.array_stored(self, site, index, value) from None
-        if type(value) is not Unset:
-            raise
-        if memory.kind == "global" or self.block.eager:
-            self.store(a, index, value.use("a store", site), site)
-            return
-        if a.convert is None:
-            a.flat[k] = value.value
-        else:
-            a.flat[k] = a.convert(value.value)
-        if memory.local:
-            del memory.writes[k]
-            memory.unset[k] = value
-        else:
-            memory.unset.update(dict.fromkeys(a.keys(k), value))
-            memory.watched = True
-
-    def _first(self, a, key, index, site):
-        """A read of an element that this block has not written. Returns the read if no thread has
-        written it, else None."""
-        memory = a.memory
-        if memory.busy and memory.local:
-            raise errors.in_use(self, memory.busy, "reads", site, index)
-        if key in memory.unset:
-            return memory.unset[key].read
-        if memory.kind == "global":
-            if memory.unwritten is None or key not in memory.unwritten:
-                return None
-            if key in memory.old_writes or key in memory.old_atomics or key in memory.past_writes:
-                return None
-        if key in memory.atomics:
-            return None
-        read = self, memory, key, site, index
-        earlier = memory.unread.get(key)
-        if earlier is None or earlier[0].epoch != self.mark.epoch:
-            memory.unread[key] = self.mark, read
-        return read
-
-    def _read(self, a, key, index, site):
-        """Check and record a read. Returns None, or the read of a value that was never written
-        (unset.py)."""
-        memory, mark = a.memory, self.mark
-        if memory.kind == "shared":
-            if memory.note(a, key, mark, site):
-                return None
-            if memory.runs:
-                memory.record_runs(mark)
-        epoch = mark.epoch
-        read = None
-        record = memory.writes.get(key)
-        if record is None:
-            if memory.kind != "global" or memory.unwritten is not None:
-                read = self._first(a, key, index, site)
-        elif record[0] is not mark and record[0].epoch == epoch:
-            self._order(memory, key, record, "wrote", "read", index, site)
-        if memory.watched:
-            self._order(memory, key, memory.old_writes.get(key), "wrote", "read", index, site)
-            self._order_atomic(memory, key, "read", index, site)
-            if key in memory.unset:
-                read = memory.unset[key].read
-        record = memory.reads.get(key)
-        if record is None or record[0].epoch != epoch:
-            memory.reads[key] = (mark, site)
-        elif record[0] is not mark and len(record) != 4:
-            share(memory.reads, key, record, mark, site)
-        return read
-
-    def _write(self, a, key, index, site, k, value):
-        memory, mark = a.memory, self.mark
-        epoch = memory.changed = mark.epoch
-        if memory.runs:
-            memory.record_runs(mark)
-        write = memory.writes.get(key)
-        read = memory.reads.get(key)
-        if write is not None and write[0] is not mark and write[0].epoch == epoch:
-            self._order(memory, key, write, "wrote", "wrote", index, site, (a, k, value))
-        if read is not None and read[0].epoch == epoch and (read[0] is not mark or len(read) > 2):
-            self._order(memory, key, read, "read", "wrote", index, site)
-        if memory.watched:
-            same = a, k, value
-            write = memory.old_writes.get(key)
-            self._order(memory, key, write, "wrote", "wrote", index, site, same)
-            self._order(memory, key, memory.old_reads.get(key), "read", "wrote", index, site)
-            self._order_atomic(memory, key, "wrote", index, site)
-            for loads in (memory.loads, memory.old_loads):
-                self._order(memory, key, loads.get(key), LOADED, "wrote", index, site)
-            memory.releases.pop(key, None)
-            memory.unset.pop(key, None)
-        if not a.writeable:
-            if memory.busy:
-                raise errors.in_use(self, memory.busy, "writes", site, index)
-            raise errors.read_only(self, site, index)
-        memory.writes[key] = (mark, site)
-
-    def _change(self, a, key, index, site, keys, **how):
-        """Check and record an atomic. keys: those of its element. how: see releases.atomic."""
-        memory = a.memory
-        memory.changed = self.mark.epoch
-        if memory.runs:
-            memory.record_runs(self.mark)
-        if key not in memory.writes or key in memory.unset:
-            read = self._first(a, key, index, site)
-            if read is not None:
-                Unset(None, read).use("an atomic", site)
-                memory.unset.pop(key, None)
-        releases.atomic(self, memory, key, **how)
-        self.atomic_on = memory, key
-        writes = how.get("writes", True)
-        does = ATOMIC if writes else LOADED
-        for shadow in (memory.writes, memory.old_writes):
-            self._order(memory, key, shadow.get(key), "wrote", does, index, site)
-        last = memory.unordered_atomic(key, self.mark)
-        if last is not None and last[2] != keys:
-            self._race(memory, last[:2], ATOMIC, does, index, site)
-        memory.watched = True
-        if writes:
-            for shadow in (memory.reads, memory.old_reads):
-                self._order(memory, key, shadow.get(key), "read", does, index, site)
-            if not a.writeable:
-                raise errors.read_only(self, site, index)
-            memory.atomics[key] = self.mark, site, keys
-            memory.observers.pop(key, None)
-        else:
-            memory.observers.setdefault(key, {})[self] = self.mark
-            add_reader(memory.loads, key, self.mark, site)
-
-    def _order(self, memory, key, record, did, does, index, site, stored=None):
-        """Report a race unless nothing or an ordered access is recorded. stored: the array, the
-        position and the new value."""
-        if record is None:
-            return
-        then = unordered(record, self.mark)
-        if then is None:
-            return
-        early = None
-        if did == "read" and does == "wrote":
-            early = memory.unread.get(key)
-        if early is not None and early[0] is then[0]:  # it read what is written only now
-            make = functools.partial(errors.uninitialized, *early[1], (self.mark, site))
-            return self.report("uninitialized", (then[1], site), make)
-        self._race(memory, then, did, does, index, site, stored)
-
-    def _order_atomic(self, memory, key, does, index, site):
-        """Report a weak access that the last atomic does not happen before."""
-        last = memory.unordered_atomic(key, self.mark)
-        if last is not None:
-            self._race(memory, last[:2], ATOMIC, does, index, site)
-
-    def _race(self, memory, then, did, does, index, site, stored=None):
-        kind = "race"
-        if releases.is_pending(then[0], self):
-            kind = "missing_acquire"
-        elif {did, does} == {"read", ATOMIC}:
-            kind = "plain_and_atomic"
-        elif stored and _is_stored(*stored):
-            kind = "same_value_race"
-        args = memory.kind, then, did, self, does, site, index, kind
-        self.report(kind, (then[1], site), functools.partial(errors.race, *args))
-
-    def _find(self, a, index, site, stores=False):
-        """The position of an element with an unusual index: literals and computed numbers below
-        zero. Or the view of a row or a slice. For an index out of bounds, which is reported, the
-        position of a spare element.
-        """
-        if isinstance(index, tuple):
-            given = index
-        else:
-            given = (index,)
-        if any(i is None for i in given):
-            a, given = a.with_new_axes(given)
-        rest = (slice(None),) * (a.ndim - len(given) + 1)
-        sliced = any(isinstance(i, slice) or i is ... for i in given)
-        axes = [j for i in given for j in (rest if i is ... else (i,))]
-        for axis, (i, n) in enumerate(zip(axes, a.dims)):
-            if isinstance(i, slice):
-                continue
-            if type(i) is Unset:
-                i.use("an index", site)
-                axes[axis] = i = 0
-            operator.index(i)  # raises TypeError for a float
-            if -n <= i < 0:
-                if type(i) is not int:  # not a literal
-                    make = functools.partial(errors.negative_index, self, index, i, n, site)
-                    self.report("negative_index", (site,), make)
-                axes[axis] = int(i) + n
-        k = Array.locate(a, tuple(axes) if len(axes) != 1 else axes[0])
-        if k is not None:
-            return k
-        if (sliced and len(axes) <= a.ndim) or len(axes) < a.ndim:
-            with contextlib.suppress(IndexError):
-                return a.sliced(tuple(axes))
-        error = errors.out_of_bounds(self, a, tuple(axes) if len(given) > 1 else axes[0], site)
-        if type(error) is not errors.OutOfBoundsError:
-            raise error
-        self.report("out_of_bounds", (site,), lambda: error)
-        return poison(a) if not stores else None
-
-    def _store_view(self, view, value, site):
-        """a[2:5] = value. view: None if the index is out of bounds"""
-        if isinstance(value, Array):
-            raise errors.array_copied(self, site)
-        for i in np.ndindex(view.dims if view is not None else (0,)):
-            self.store(view, i, value, site)
-
-    def shared_array(self, site, shape, dtype, **_):
-        return self.block.shared_array(self, site, _shape(shape), dtype_of(dtype))
-
-    def local_array(self, site, shape, dtype, **_):
-        views = self.block.launch.translated.views
-        return new_array("local", _shape(shape), dtype_of(dtype), views)
-
-    def const_array_like(self, site, values):
-        if isinstance(values, Array):
-            return values
-        return self.block.launch.constant(values)
+    def note_copy(self, site, low, high, writes):
+        """Record an asynchronous copy (kernels/primitives/hopper.py) that accesses a tensor in the
+        bytes [low, high)."""
+        copies = self.block.launch.copies
+        copies[low, high] = writes or copies.get((low, high), False)
 
     # ------------------------------------------------------------------------- atomics
     def _atomic(self, site, a, index, name, change, **how):
@@ -695,21 +345,6 @@ def _state_of(frame):
             (name, type(x), x.tobytes() if isinstance(x, np.generic) else x if same else id(x))
         )
     return values
-
-
-def _shape(shape) -> tuple[int, ...]:
-    if isinstance(shape, tuple):
-        return tuple(map(int, shape))
-    return (int(shape),)
-
-
-def _is_stored(a, k, value) -> bool:
-    """Does the element already have the value that is about to be stored?"""
-    try:
-        new = a.dtype.type(value if a.convert is None else a.convert(value))
-    except TypeError:  # an Unset
-        return False
-    return new.tobytes() == a.flat[k].tobytes()
 
 
 def _of(x):

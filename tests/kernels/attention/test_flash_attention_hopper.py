@@ -20,8 +20,8 @@ from xtrain.kernels.attention import flash_attention_hopper as hopper
 from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
 from xtrain.kernels.attention import flash_attention_hopper_parts as parts
 from xtrain.kernels.attention.flash_attention_hopper_table import TABLE, HopperPlan, HopperTiles
-from xtrain.kernels.primitives import tensor_maps as _tensor_maps
-from xtrain.kernels.primitives.tensor_maps import mappable, tensor_maps
+from xtrain.kernels.primitives import tma
+from xtrain.kernels.primitives.tma import mappable, tensor_maps
 from xtrain.kernels.runtime import compile as compile_file
 from xtrain.kernels.runtime.compiler import cuda
 from xtrain.simulator import sim
@@ -233,21 +233,21 @@ def test_what_the_driver_is_asked(monkeypatch):
         ctypes.memset(place, 7, 128)
         return status
 
-    monkeypatch.setattr(_tensor_maps, "_encoder", lambda: driver)
+    monkeypatch.setattr(tma, "_encoder", lambda: driver)
     described, spec = (
         (4096, (64, 3, 100, 2), (128, 640, 64000), (64, 1, 16, 1)),
-        _tensor_maps.TensorMapSpec,
+        tma.TensorMapSpec,
     )
     status = 0
-    assert _tensor_maps._encode(spec(*described)) == bytes([7]) * 128
+    assert tma._encode(spec(*described)) == bytes([7]) * 128
     place, *rest = asked[0]
     assert place % 64 == 0
     dims, strides, box = (list(x) for x in described[1:])
     assert rest == [9, 4, 4096, dims, strides, box, [1] * 4, 0, 3, 3, 0]
-    _tensor_maps._encode(spec(4096, (256, 3), (1024,), (128, 1)))  # float32, no swizzle
+    tma._encode(spec(4096, (256, 3), (1024,), (128, 1)))  # float32, no swizzle
     assert asked[1][1:] == [7, 2, 4096, [256, 3], [1024], [128, 1], [1] * 2, 0, 0, 3, 0]
     status = 1
     with pytest.raises(
         RuntimeError, match=r"the driver rejected a tensor map of dims .* CUDA error 1"
     ):
-        _tensor_maps._encode(spec(*described))
+        tma._encode(spec(*described))

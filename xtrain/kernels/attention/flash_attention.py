@@ -46,8 +46,8 @@ import numpy as np
 from ...device import Array
 from ...simulator import SimArray
 from ..primitives.flat import flat_rows, on_16_bytes, row_step
-from ..primitives.tensor_maps import mappable
 from ..primitives.tiles import WIDTHS
+from ..primitives.tma import mappable
 from ..runtime.invariance import is_batch_invariant
 from ..runtime.launch import (
     FLOATS,

@@ -41,7 +41,7 @@ from ..primitives.hopper import (
 from ..primitives.ptx import device, kernel, let_next_start, store1, wait_for_previous
 from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import exp2, fmax, log2, warp_id
-from ..primitives.tensor_maps import tensor_maps, tensors_of, tile_counter
+from ..primitives.tma import tensor_maps, tensors_of, tile_counter
 from ..runtime.compiler import cuda, float32, int32, int64, uint32
 from ..runtime.cost import declare_cost
 from ..runtime.invariance import is_batch_invariant
@@ -474,7 +474,7 @@ def forward(
     bounds: KeyBounds = UNBOUNDED,
 ) -> None:
     """Fill o and lse. q, k, v: arrays that a tensor map can describe
-    (primitives.tensor_maps.mappable)."""
+    (primitives.tma.mappable)."""
     plan = choose("fwd", q.shape[3], q.shape[1], causal)
     fill_o(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, plan, bounds)
 

@@ -39,7 +39,7 @@ from ..primitives.hopper import (
 from ..primitives.ptx import device, kernel, let_next_start, load1, load8, store1, wait_for_previous
 from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import exp2, warp_id
-from ..primitives.tensor_maps import tensor_maps
+from ..primitives.tma import tensor_maps
 from ..runtime.compiler import cuda, float32, int32, int64, uint32, uint64
 from ..runtime.launch import can_overlap, empty, launch
 from .flash_attention_hopper import Gpu, Work, choose, launch_tiles

@@ -42,7 +42,7 @@ from ..primitives.hopper import (
 from ..primitives.ptx import device, wait_for_previous
 from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import opaque, pack_bf16
-from ..primitives.tensor_maps import tensors_of
+from ..primitives.tma import tensors_of
 from ..runtime.compiler import cuda, float32, int32, int64, uint32
 from ..runtime.cost import attention_flops, declare_cost, distinct_bytes
 from .flash_attention_hopper_sequences import make_sequences

@@ -138,7 +138,9 @@ def _codes4(kind):
         f"{{ .reg .b16 low, high; {pair} low, $2, $1; {pair} high, $4, $3; "
         "mov.b32 $0, {low, high}; }"
     )
-    return instruction(f"{kind}_codes4", text, uint32, *[float32] * 4, pure=True)
+    return instruction(
+        f"{kind}_codes4", text, uint32, pure=True, a=float32, b=float32, c=float32, d=float32
+    )
 
 
 e4m3_codes4 = _codes4("e4m3")

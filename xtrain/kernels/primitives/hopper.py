@@ -6,7 +6,7 @@ and the barriers in shared memory that signal their completion.
     make_wgmma, make_wgmma_wait, make_hold  wgmma: 128 threads multiply 64 x 16k by 16k x n,
                                         asynchronously until make_wgmma_wait
     make_descriptor                     the matrix descriptor of an operand in shared memory
-    tma_load, tma_load_row, tma_store     TMA: one thread starts a copy of a box of the tensor that a
+    tma_load, tma_load_row, tma_store   TMA: one thread starts a copy of a box of the tensor that a
                                         tensor map describes
     mbarrier_*                          mbarriers, which such copies complete and at which threads
                                         arrive
@@ -45,90 +45,143 @@ PANEL = 64  # columns of bf16: 128 bytes
 # ------------------------------------------------------------------------- shared memory by address
 @intrinsic(returns=uint32)
 def shared_base(code):
-    """Return the address of the block's dynamic shared memory, a multiple of 1024."""
+    """Return the address of the block's dynamic shared memory, uint32, a multiple of 1024.
+
+    The launch says how many bytes it has.
+    """
     return code.dynamic_shared("xtrain_dynamic_shared", SHARED_ALIGNMENT)
 
 
-store_shared = instruction("store_shared", "st.shared.b32 [$0], $1;", None, uint32, uint32)
-# clear_shared(address): 16 bytes of a tile that a copy has brought become zeros; address: a
-# multiple of 16.
+store_shared = instruction(
+    "store_shared",
+    "st.shared.b32 [$0], $1;",
+    None,
+    doc="""Store 32 bits at a shared address, a multiple of 4. "st" """,
+    address=uint32,
+    value=uint32,
+)
 clear_shared = instruction(
     "clear_shared",
     "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z, z, z, z}; }",
     None,
-    uint32,
+    doc="""Make 16 bytes of a tile that a copy has brought zeros. "st", vectors
+
+    address: a multiple of 16.
+    """,
+    address=uint32,
 )
-# post(address, value) publishes a number for other warps. read_post(address) reads it in lane 0;
-# the other lanes get 0. An mbarrier must order the two. They are atomics, because
-# compute-sanitizer's racecheck does not track mbarriers and does not report two atomics as a
-# hazard. "atom"
+# post and read_post are atomics, because compute-sanitizer's racecheck does not track mbarriers and
+# does not report two atomics as a hazard.
 post = instruction(
-    "post", "{ .reg .b32 t; atom.shared.exch.b32 t, [$0], $1; }", None, uint32, uint32
+    "post",
+    "{ .reg .b32 t; atom.shared.exch.b32 t, [$0], $1; }",
+    None,
+    doc="""Publish a number for other warps: read_post, after an mbarrier. "atom" """,
+    address=uint32,
+    value=uint32,
 )
 read_post = instruction(
     "read_post",
     "{ .reg .pred p; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; mov.b32 t, 0; "
     "@p atom.shared.or.b32 t, [$1], 0; mov.b32 $0, t; }",
     int32,
-    uint32,
+    doc="""Return a posted number in lane 0; 0 in the other lanes. "atom" """,
+    address=uint32,
 )
 
 
 @intrinsic(address=uint32)
 def load_floats(code, registers, address):
-    """Set registers[0:2] to the two float32 at a shared address, a multiple of 8. "ld" """
+    """Set registers[0:2] to the two float32 at a shared address, a multiple of 8. "ld", vectors"""
     values = code.asm("ld.shared.v2.f32 {$0,$1}, [$2];", [float32] * 2, [address], memory=True)
     code.set_registers(registers, values)
 
 
 # ----------------------------------------------------------------------------- barriers
-# mbarrier_init(address, count): an mbarrier is 8 bytes. A phase completes after `count` arrivals and
-# all expected bytes. "mbarrier"
 mbarrier_init = instruction(
-    "mbarrier_init", "mbarrier.init.shared::cta.b64 [$0], $1;", None, uint32, uint32
+    "mbarrier_init",
+    "mbarrier.init.shared::cta.b64 [$0], $1;",
+    None,
+    doc="""Make 8 bytes of shared memory an mbarrier. "mbarrier.init"
+
+    A phase of it completes after `count` arrivals and all expected bytes; then the next begins.
+    address: a multiple of 8.
+    """,
+    address=uint32,
+    count=uint32,
 )
-# mbarrier_init_fence(): makes the mbarriers that this thread has initialized visible to the copy
-# engine. "fence.mbarrier_init"
 mbarrier_init_fence = instruction(
-    "mbarrier_init_fence", "fence.mbarrier_init.release.cluster;", None
+    "mbarrier_init_fence",
+    "fence.mbarrier_init.release.cluster;",
+    None,
+    doc="""Make the mbarriers that this thread has initialized visible to the copy engine.
+
+    The other threads see them after the next barrier. "membar / fence", fence.mbarrier_init
+    """,
 )
-# mbarrier_arrive_expect_tx(address, nbytes): arrive, and expect nbytes more.
-# "mbarrier.arrive", "expect-tx operation"
 mbarrier_arrive_expect_tx = instruction(
     "mbarrier_arrive_expect_tx",
     "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
     None,
-    uint32,
-    uint32,
+    doc="""Arrive once, and let the phase expect nbytes more of copies. "mbarrier.arrive"
+
+    nbytes: those of the copies that name this barrier; start them afterwards.
+    """,
+    address=uint32,
+    nbytes=uint32,
 )
-# mbarrier_arrive(address): lane 0 arrives for the whole warp. Call syncwarp first to include the work
-# of the other lanes.
 mbarrier_arrive = instruction(
     "mbarrier_arrive",
     "{ .reg .pred p; .reg .u32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; "
     "@p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
     None,
-    uint32,
+    doc="""Arrive once for the whole warp: lane 0 does. "mbarrier.arrive"
+
+    Call syncwarp first to include the work of the other lanes.
+    """,
+    address=uint32,
 )
-# mbarrier_wait(address, parity): wait until the phase of this parity (0: the first, 1: the second, 0
-# ...) has completed. On a new mbarrier, parity 1 does not wait: it is "the phase before the first".
-# "mbarrier.try_wait"
 mbarrier_wait = instruction(
     "mbarrier_wait",
     "{ .reg .pred p; L: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
     "@p bra D; bra L; D: }",
     None,
-    uint32,
-    uint32,
+    doc="""Wait until the phase of this parity has completed. "mbarrier.test_wait/mbarrier.try_wait"
+
+    parity: 0: the first phase, 1: the second, 0: the third ... On a new mbarrier, parity 1 does not
+        wait: it is "the phase before the first".
+    """,
+    address=uint32,
+    parity=uint32,
 )
-# bar_sync(number, count): named barrier 1 to 15 of the block, for `count` threads. "barrier"
-bar_sync = instruction("bar_sync", "bar.sync $0, $1;", None, uint32, uint32)
-# Makes this thread's stores to shared memory visible to wgmma and TMA. "membar / fence", proxies
-fence_proxy_async = instruction("fence_proxy_async", "fence.proxy.async.shared::cta;", None)
+bar_sync = instruction(
+    "bar_sync",
+    "bar.sync $0, $1;",
+    None,
+    doc="""Wait at a named barrier of the block for `count` threads. "bar{.cta}/barrier{.cta}"
+
+    number: 1 to 15; cuda.syncthreads is 0. count: a multiple of 32.
+    """,
+    number=uint32,
+    count=uint32,
+)
+fence_proxy_async = instruction(
+    "fence_proxy_async",
+    "fence.proxy.async.shared::cta;",
+    None,
+    doc="""Make this thread's stores to shared memory visible to wgmma and TMA.
+
+    Then a barrier, then the product or the copy. "membar / fence", proxies
+    """,
+)
 
 
 def make_setmaxnreg(count, increases):
-    """Return f(): gives each thread of a warpgroup `count` registers. "setmaxnreg" """
+    """Return f(), which gives each thread of a warpgroup `count` registers. "setmaxnreg"
+
+    count: a multiple of 8 from 24 to 256.
+    increases: more than the threads have; else fewer.
+    """
     direction = "inc" if increases else "dec"
     text = f"setmaxnreg.{direction}.sync.aligned.u32 {count};"
     op = instruction(f"setmaxnreg_{count}_{increases}", text, None)
@@ -145,9 +198,9 @@ def _map_address(code, maps, i):
 
 @intrinsic(i=uint32)
 def acquire_map(code, maps, i):
-    """Make map i visible to the copy engine, before this thread uses it. "fence.proxy.tensormap"
+    """Make map i visible to the copy engine, before this thread uses it. "membar / fence"
 
-    Tensor maps are in global memory, written by a copy before the launch.
+    maps: tensor maps in global memory (tma.py), written by a copy before the launch.
     """
     text = "fence.proxy.tensormap::generic.acquire.gpu [$0], 128;"
     code.asm(text, None, [_map_address(code, maps, i)], memory=True)
@@ -157,10 +210,13 @@ def acquire_map(code, maps, i):
     target=uint32, i=uint32, barrier=uint32, column=int32, row=int32, head=int32, sequence=int32
 )
 def tma_load(code, target, maps, i, barrier, column, row, head, sequence):
-    """Copy the box of map i with this start to shared address `target`.
+    """Start a copy of the box of map i with this start to shared memory. "cp.async.bulk.tensor"
 
-    Its bytes complete `barrier`. Zeros beyond the end of the tensor. In the map, heads come before
-    rows, see tensor_maps.py. "cp.async.bulk.tensor"
+    One thread calls it. The bytes complete a phase of `barrier`. Beyond the end of the tensor: 0.
+    target: a shared address, a multiple of 1024.
+    maps, i: tensor maps in global memory, and the number of one that acquire_map has acquired.
+    barrier: the shared address of an mbarrier that expects the bytes of the box.
+    column, row, head, sequence: the start of the box in x (sequences, rows, heads, columns).
     """
     text = (
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -172,7 +228,10 @@ def tma_load(code, target, maps, i, barrier, column, row, head, sequence):
 
 @intrinsic(target=uint32, i=uint32, barrier=uint32, column=int32, row=int32)
 def tma_load_row(code, target, maps, i, barrier, column, row):
-    """Copy some columns of one row of a float32 matrix, not swizzled, as tma_load does."""
+    """Start a copy of some columns of one row of a float32 matrix. "cp.async.bulk.tensor"
+
+    As tma_load does, but not swizzled. target: a shared address, a multiple of 128.
+    """
     text = (
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[$0], [$1, {$3, $4}], [$2];"
@@ -182,17 +241,32 @@ def tma_load_row(code, target, maps, i, barrier, column, row):
 
 @intrinsic(i=uint32, address=uint32, column=int32, row=int32, head=int32, sequence=int32)
 def tma_store(code, maps, i, address, column, row, head, sequence):
-    """Copy a box from shared memory to the tensor; nothing is written beyond its end."""
+    """Start a copy of a box from shared memory to the tensor of map i. "cp.async.bulk.tensor"
+
+    One thread calls it, after fence_proxy_async and a barrier of the threads that wrote the box.
+    Nothing is written beyond the end of the tensor.
+    address: the shared address of the box, a multiple of 1024, swizzled as tma_load leaves it.
+    """
     text = "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [$0, {$2, $3, $4, $5}], [$1];"
     start = [column, head, row, sequence]
     code.asm(text, None, [_map_address(code, maps, i), address, *start], memory=True)
 
 
-# tma_store_commit(): the stores that this thread has started become a group.
-# tma_store_wait(): wait until the copy engine has read the data of all groups.
-# "cp.async.bulk.commit_group", "cp.async.bulk.wait_group"
-tma_store_commit = instruction("tma_store_commit", "cp.async.bulk.commit_group;", None)
-tma_store_wait = instruction("tma_store_wait", "cp.async.bulk.wait_group.read 0;", None)
+tma_store_commit = instruction(
+    "tma_store_commit",
+    "cp.async.bulk.commit_group;",
+    None,
+    doc="""Make the stores that this thread has started a group. "cp.async.bulk.commit_group" """,
+)
+tma_store_wait = instruction(
+    "tma_store_wait",
+    "cp.async.bulk.wait_group.read 0;",
+    None,
+    doc="""Wait until the copy engine has read the data of all groups of this thread.
+
+    Then the shared memory may be written again. "cp.async.bulk.wait_group"
+    """,
+)
 
 
 # -------------------------------------------------------------------------- products of a warpgroup
@@ -236,9 +310,10 @@ def down_rows(rows) -> tuple[int, ...]:
 
 
 def make_wgmma(n, a_steps, b_steps, b_rows=False, accumulate=False):
-    """Return product(acc, a, b): a warpgroup starts acc (64 x n) = A B^T.
+    """Return product(acc, a, b): a warpgroup starts acc (64 x n) = A B^T. "wgmma.mma_async"
 
-    acc may be read after make_wgmma_wait. "wgmma.mma_async"
+    acc may be read after the function of make_wgmma_wait. A and B are bf16, acc is float32.
+    n: a multiple of 8 from 8 to 256.
     b_steps: the starts of the 16-deep slices of B, in bytes after its descriptor `b`.
     a_steps: those of A; None: A is in registers, uint32, 4 per slice.
     b_rows: a slice of B is 16 rows (B is read transposed: A B), not 16 columns.
@@ -302,7 +377,7 @@ def _accumulator_instruction(name, n, text):
 
 
 def make_wgmma_wait(n, pending):
-    """Return wait(acc): wait until at most `pending` of this warpgroup's products are in flight.
+    """Return wait(acc), which waits until at most `pending` of the warpgroup's products are in flight.
 
     acc (64 x n) is then complete. "wgmma.wait_group"
     """
@@ -314,7 +389,7 @@ def make_wgmma_wait(n, pending):
 
 
 def make_hold(n):
-    """Return hold(acc): no instruction; the arithmetic on acc stays before the code that follows.
+    """Return hold(acc), no instruction: the arithmetic on acc stays before the code that follows.
 
     Otherwise ptxas would move a wait above arithmetic that does not depend on it, and the two would
     no longer overlap.

@@ -11,10 +11,8 @@ import functools
 
 import numpy as np
 
-from ...simulator.early import note_copy
-from ...simulator.engines import BASE
 from ...simulator.errors import RaceError, where
-from ...simulator.memory import _Bytes
+from ...simulator.memory import BASE, _Bytes
 from ...simulator.scalars import Int32, UInt32
 from .tensor_cores import add_products
 
@@ -199,7 +197,7 @@ def tma_load(thread, site, target, maps, i, barrier, column, row, head, sequence
     h = int(head)
     c = int(column)
     values = np.zeros((box.rows, box.columns), np.uint16)
-    note_copy(thread, site, box.address, box.end, False)
+    thread.note_copy(site, box.address, box.end, False)
     if all(0 <= k < n for k, n in zip((b, r, h, c), box.dims[::-1])):
         inside = box.tensor()[b, r : r + box.rows, h, c : c + box.columns]
         values[: inside.shape[0], : inside.shape[1]] = inside
@@ -233,7 +231,7 @@ def tma_load_row(thread, site, target, maps, i, barrier, column, row):
     values = np.zeros(count, np.float32)
     if 0 <= int(row) < rows and 0 <= int(column) < columns:
         start = address + int(row) * stride
-        note_copy(thread, site, start, start + 4 * columns, False)
+        thread.note_copy(site, start, start + 4 * columns, False)
         raw = np.asarray(_Bytes(start, 4 * columns, None))
         inside = raw.view(np.float32)[int(column) : int(column) + count]
         values[: len(inside)] = inside
@@ -256,7 +254,7 @@ def tma_store(thread, site, maps, i, address, column, row, head, sequence):
     r = int(row)
     c = int(column)
     tensor = box.tensor()
-    note_copy(thread, site, box.address, box.end, True)
+    thread.note_copy(site, box.address, box.end, True)
     out = tensor[b, r : r + box.rows, h, c : c + box.columns]
     launch = thread.block.launch
     written = launch.stored.setdefault(box.address, np.zeros(tensor.shape, bool))

@@ -15,7 +15,12 @@ that kernels call:
 `code` offers the few operations of llvm_code.py and mlir_code.py, one for each compiler: loads,
 stores, integer arithmetic, PTX. A parameter with a declared type is a value of that type; the
 compiler converts what the kernel passes. Any other parameter is an Operand: an array, or an index
-of any integer type. `simulates` registers the Python implementation that the simulator runs.
+of any integer type. One PTX statement on numbers is shorter:
+
+    prmt = instruction("prmt", "prmt.b32 $0, $1, $2, $3;", uint32, pure=True, a=uint32, b=uint32,
+                       selector=uint32)
+
+`xtrain.simulator.simulates` registers the Python implementation that the simulator runs.
 """
 
 import inspect
@@ -47,11 +52,12 @@ class Operand(NamedTuple):
         return isinstance(self.type.dtype, types.Integer)
 
 
-def intrinsic(returns=None, name=None, parameters=None, **declared):
-    """Decorate a code generator so that kernels can call it; it returns `returns`.
+def intrinsic(returns=None, name=None, doc=None, parameters=None, **declared):
+    """Decorate a code generator so that kernels can call it.
 
+    returns: the type of the result; None: no result.
+    name, doc, parameters: the intrinsic's, if they are not those of the function.
     declared: the types of parameters, or LITERAL.
-    name, parameters: if they are not those of the function.
     """
 
     def define(generate):
@@ -89,26 +95,27 @@ def intrinsic(returns=None, name=None, parameters=None, **declared):
         # The name is part of the cache key, see runtime/compile.py.
         typing.__name__ = typing.__qualname__ = name or generate.__name__
         typing.__module__ = generate.__module__
-        typing.__doc__ = generate.__doc__
+        typing.__doc__ = doc or generate.__doc__
         setattr(typing, "__wrapped__", generate)  # noqa: B010  where inspect finds the source
         return function_maker(typing)
 
     return define
 
 
-def instruction(name, text, returns, *arguments, pure=False, memory=None):
+def instruction(name, text, returns, doc=None, pure=False, memory=None, **arguments):
     """Return an intrinsic for one PTX statement on scalars.
 
-    In the text, $0 is the result if there is one, then the arguments.
-    returns: None: no result.
-    pure: without side effects.
+    text: $0 is the result if there is one, then come the arguments.
+    returns: the type of the result; None: no result.
+    doc: its docstring.
+    pure: it has no side effects.
     memory: the statement is not moved across loads and stores; by default if it is not pure.
+    arguments: the types of its parameters, in their order.
     """
-    names = [f"a{i}" for i in range(len(arguments))]
     if memory is None:
         memory = not pure
 
     def generate(code, *values):
         return code.asm(text, returns, values, effect=not pure, memory=memory)
 
-    return intrinsic(returns, name, names, **dict(zip(names, arguments)))(generate)
+    return intrinsic(returns, name, doc, list(arguments), **arguments)(generate)

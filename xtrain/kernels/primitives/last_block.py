@@ -11,11 +11,10 @@ order of the blocks. See the CUDA guide, Memory Fence Functions.
 import numpy as np
 
 from ...device import Array, cupy
-from ...simulator import SimArray
+from ...simulator import SimArray, sim
 from ..runtime.compiler import cuda, int32
-from ..runtime.launch import zeros
 from .ptx import atomic_add_acq_rel, device
-from .tensor_maps import upload
+from .tma import upload
 
 # (device, stream of the launch or the capture, name, size) -> zeros; every launch restores the
 # zeros. Never freed, because CUDA graphs keep the address, and outside of any memory pool: in a
@@ -30,7 +29,7 @@ def zero_counters(like: Array, n: int, name: str) -> Array:
     them must leave zeros.
     """
     if isinstance(like, SimArray):
-        return zeros(like, n, np.int32)
+        return sim(np.zeros(n, np.int32))
     n = max(1 << (n - 1).bit_length(), 1 << 12)
     key = like.device.id, cupy().cuda.get_current_stream().ptr, name, n
     if key not in _counters:  # another thread may do the same: the first one's zeros stay

@@ -15,7 +15,6 @@ import ml_dtypes
 import numpy as np
 
 from ...simulator import simulates
-from ...simulator.early import let_next, wait
 from ..runtime.compiler import COMPILER, cuda, float32, int32, int64, uint16, uint32
 from .intrinsics import GLOBAL, SHARED, instruction, intrinsic
 
@@ -69,14 +68,34 @@ def _elements(code, x, i, count, space):
         yield from code.load(code.pointer(x, i), float32, space, 4, count // 4)
 
 
+def _about(space):
+    """Return the part of a docstring that says what x is."""
+    where = {GLOBAL: "global", SHARED: "shared"}[space]
+    return f"x: flat, float32 or bf16, in {where} memory."
+
+
 def _load(name, count, space):
+    doc = f"""Set registers[0:{count}] to x[i : i + {count}] as float32. "ld", vectors
+
+    In accesses of 16 bytes; 4 bf16 are 8 bytes. {_about(space)}
+    registers: a register array of {count} float32, or a row of one.
+    i: a multiple of {count}.
+    """
+
     def load(code, registers, x, i):
         code.set_registers(registers, _elements(code, x, i, count, space))
 
-    return intrinsic(name=name)(load)
+    return intrinsic(name=name, doc=doc)(load)
 
 
 def _store(name, count, space):
+    doc = f"""Set x[i : i + {count}] to registers[0:{count}]. "st", vectors
+
+    Rounded to nearest even for bf16. In accesses of 16 bytes; 4 bf16 are 8 bytes. {_about(space)}
+    i: a multiple of {count}.
+    registers: a register array of {count} float32, or a row of one.
+    """
+
     def store(code, x, i, registers):
         values = code.registers(registers, count)
         length = 4
@@ -85,15 +104,11 @@ def _store(name, count, space):
             length = count // 2
         code.store(code.pointer(x, i), values, space, length)
 
-    return intrinsic(name=name)(store)
+    return intrinsic(name=name, doc=doc)(store)
 
 
-# load8(registers, x, i): registers[0:8] = x[i : i + 8] as float32.
-# x: flat, float32 or bf16; i: a multiple of 8.
-# store8(x, i, registers): the reverse, rounded to nearest even for bf16. Both use 16-byte accesses.
-# load4, store4: 4 elements, i a multiple of 4; 16 bytes in float32, 8 in bf16. A float32 store8 is
-# two stores, each of half a 32-byte sector: a kernel that writes float32 is faster with store4,
-# where neighbouring threads write neighbouring quads.
+# A float32 store8 is two stores, each of half a 32-byte sector: a kernel that writes float32 is
+# faster with store4, where neighbouring threads write neighbouring quads.
 load8 = _load("load8", 8, GLOBAL)
 store8 = _store("store8", 8, GLOBAL)
 load4 = _load("load4", 4, GLOBAL)
@@ -106,7 +121,10 @@ store4_shared = _store("store4_shared", 4, SHARED)
 
 @intrinsic(returns=float32)
 def load1(code, x, i):
-    """Return x[i] as float32. x: flat, float32 or bf16."""
+    """Return x[i] as float32. "ld"
+
+    x: flat, float32 or bf16, in any memory. i: any index.
+    """
     if not x.is_bf16:
         return code.load(code.pointer(x, i), float32)[0]
     (bits,) = code.load(code.pointer(x, i), uint16)
@@ -115,7 +133,10 @@ def load1(code, x, i):
 
 @intrinsic(value=float32)
 def store1(code, x, i, value):
-    """Set x[i] to value, rounded to nearest even for bf16."""
+    """Set x[i] to value, rounded to nearest even for bf16. "st"
+
+    x: flat, float32 or bf16, in any memory. i: any index.
+    """
     pointer = code.pointer(x, i)
     if x.is_bf16:
         value = code.resize(narrow_pair(code, value, value), uint16)
@@ -123,18 +144,31 @@ def store1(code, x, i, value):
 
 
 # ----------------------------------------------------------------------------- kernels that overlap
-# For kernels launched with overlap (runtime/launch.py). Compute capability 9.0 and up,
-# "griddepcontrol". wait_for_previous(): when it returns, the previous kernel has finished and its
-# writes are visible. Before this call a kernel may only read memory that the previous kernel does
-# not write (such as weights), and only write memory that the previous kernel was not given. Every
-# block must call it.
-# let_next_start(): when all blocks have called it or finished, blocks of the next kernel may start
-# where there is room. If it is called after wait_for_previous, the next kernel overlaps only with
-# this one. If it is called before, the next kernel may start while two or more earlier kernels
-# still run, and the rules above hold for all of them. (Each of them waits for the one before it, so
-# after wait_for_previous all of them have finished.)
-wait_for_previous = instruction("wait_for_previous", "griddepcontrol.wait;", None)
-let_next_start = instruction("let_next_start", "griddepcontrol.launch_dependents;", None)
+wait_for_previous = instruction(
+    "wait_for_previous",
+    "griddepcontrol.wait;",
+    None,
+    doc="""Wait until the previous kernel has finished and its writes are visible.
+
+    For kernels that are launched with programmatic stream serialization: `overlap` in
+    runtime/launch.py. Before this call a kernel may only read memory that the previous kernel does
+    not write (such as weights), and only write memory that the previous kernel was not given. Every
+    block must call it. Compute capability 9.0 and up. "griddepcontrol"
+    """,
+)
+let_next_start = instruction(
+    "let_next_start",
+    "griddepcontrol.launch_dependents;",
+    None,
+    doc="""Let blocks of the next kernel start where there is room.
+
+    They start when all blocks of this kernel have called it or finished. If it is called after
+    wait_for_previous, the next kernel overlaps only with this one. If it is called before, the next
+    kernel may start while two or more earlier kernels still run, and the rules of wait_for_previous
+    hold for all of them. (Each of them waits for the one before it, so after wait_for_previous all
+    of them have finished.) Compute capability 9.0 and up. "griddepcontrol"
+    """,
+)
 
 
 @intrinsic()
@@ -166,13 +200,11 @@ def _aligned_run(thread, site, x, i, n):
 
 @intrinsic(returns=int32, value=int32)
 def atomic_add_acq_rel(code, x, i, value):
-    """Add value to x[i], int32 in global memory, and return the old value.
+    """Add value to x[i], int32 in global memory, and return the old value. "atom", .acq_rel
 
-    With acquire-release ordering ("atom", .acq_rel). All writes that are visible to this thread
-    (its own and, after a barrier, those of its block) become visible to every thread whose later
-    call observes this addition. It waits once, for those writes; cuda.threadfence before and after
-    an
-    atomic would wait twice.
+    All writes that are visible to this thread (its own and, after a barrier, those of its block)
+    become visible to every thread whose later call observes this addition. It waits once, for those
+    writes; cuda.threadfence before and after an atomic would wait twice.
     """
     text = "atom.acq_rel.gpu.global.add.s32 $0, [$1], $2;"
     return code.asm(text, int32, [code.address(x, i, GLOBAL), value], memory=True)
@@ -180,11 +212,10 @@ def atomic_add_acq_rel(code, x, i, value):
 
 @intrinsic(value=int64)
 def atomic_add_release(code, x, i, value):
-    """Add value to x[i], int64 in global memory, with release ordering ("red", .release).
+    """Add value to x[i], int64 in global memory. "red", .release
 
     What is visible to this thread becomes visible to those that observe the addition
-    (load_acquire).
-    No old value is returned, so the thread does not wait for one.
+    (load_acquire). No old value is returned, so the thread does not wait for one.
     """
     text = "red.release.gpu.global.add.u64 [$0], $1;"
     code.asm(text, None, [code.address(x, i, GLOBAL), value], memory=True)
@@ -192,7 +223,7 @@ def atomic_add_release(code, x, i, value):
 
 @intrinsic(returns=int64)
 def load_acquire(code, x, i):
-    """Return x[i], int64 in global memory, with acquire ordering ("ld", .acquire).
+    """Return x[i], int64 in global memory. "ld", .acquire
 
     If this thread observes the additions of other threads (atomic_add_release), what these had
     written or seen before is visible to it afterwards, and after a barrier to its block.
@@ -205,7 +236,7 @@ def load_acquire(code, x, i):
 # prefetching has no effect.
 simulates(prefetch)(lambda thread, site, x, i: None)
 simulates(prefetch_run)(_aligned_run)
-simulates(wait_for_previous)(wait)
+simulates(wait_for_previous)(lambda thread, site: thread.wait_for_previous())
 
 
 @simulates(atomic_add_acq_rel)
@@ -223,7 +254,7 @@ def _simulated_load_acquire(thread, site, x, i):
     return thread.strong_load(site, x, i, acquires=True)
 
 
-simulates(let_next_start)(let_next)
+simulates(let_next_start)(lambda thread, site: thread.let_next_start())
 
 
 # ------------------------------------------------------------------------ the same in the simulator

@@ -42,7 +42,16 @@ def mma_bf16(code, c, a, b):
     code.set_registers(c, code.asm(text, [float32] * 4, operands))
 
 
-def _ldmatrix(name, option):
+def _ldmatrix(name, option, which=""):
+    doc = f"""Set registers[0:4] to four 8 x 8 matrices of bf16, one register each. "ldmatrix"
+
+    Row r of matrix m starts at element (i ^ flip) + more of smem, where i is the argument of lane
+    8 m + r. Lane 4 g + t receives row g, columns 2t and 2t + 1{which}.
+    registers: a register array of 4 uint32, or a row of one.
+    smem: flat uint16 in shared memory.
+    i: a multiple of 8, different in each lane.
+    flip, more: the same in all lanes. They are constants, so one i serves a whole product.
+    """
     text = f"ldmatrix.sync.aligned.m8n8.x4{option}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
 
     def ldmatrix(code, registers, smem, i, flip, more):
@@ -54,21 +63,21 @@ def _ldmatrix(name, option):
         address = code.add(code.xor(address, flip), more)
         code.set_registers(registers, code.asm(text, [uint32] * 4, [address], memory=True))
 
-    return intrinsic(name=name)(ldmatrix)
+    return intrinsic(name=name, doc=doc)(ldmatrix)
 
 
-# ldmatrix(registers, smem, i, flip, more): registers[0:4] = four 8 x 8 matrices of bf16, one
-# register each. Row r of matrix m starts at element (i ^ flip) + more of smem, where i is the
-# argument of lane 8 m + r, and flip and more are the same in all lanes: they are constants, so one
-# i serves a whole product.
-# Lane 4 g + t receives row g, columns 2t and 2t + 1; with _trans, of the transposed matrices.
-# "ldmatrix"
 ldmatrix = _ldmatrix("ldmatrix", "")
-ldmatrix_trans = _ldmatrix("ldmatrix_trans", ".trans")
+ldmatrix_trans = _ldmatrix("ldmatrix_trans", ".trans", " of the transposed matrices")
 
 
 # ----------------------------------------------------------------------------- asynchronous copies
-def _copy_async(name, cache, nbytes):
+def _copy_async(name, cache, nbytes, where):
+    doc = f"""Start a copy of {nbytes} bytes from x[j] to smem[i]. "cp.async"
+
+    It has arrived after cp_async_wait, for other threads after the next barrier.
+    {where}
+    valid: if False, x is not read and zeros are written.
+    """
     text = f"cp.async.{cache}.shared.global [$0], [$1], {nbytes}, $2;"
 
     def copy(code, smem, i, x, j, valid):
@@ -76,84 +85,163 @@ def _copy_async(name, cache, nbytes):
         source = code.address(x, j, GLOBAL)
         code.asm(text, None, [target, source, code.choose(valid, nbytes, 0)], memory=True)
 
-    return intrinsic(name=name)(copy)
+    return intrinsic(name=name, doc=doc)(copy)
 
 
-# cp_async16(smem, i, x, j, valid): start a copy of 16 bytes from x[j] in global memory to
-# smem[i]; cp_async4 copies one float32. If not valid, x is not read and zeros are written.
-# "cp.async": .cg bypasses the L1 cache and copies 16 bytes only; .ca can copy 4.
-cp_async16 = _copy_async("cp_async16", "cg", 16)
-cp_async4 = _copy_async("cp_async4", "ca", 4)
+# .cg bypasses the L1 cache and copies 16 bytes only; .ca can copy 4.
+cp_async16 = _copy_async(
+    "cp_async16", "cg", 16, "smem: flat uint16, shared. x: flat uint16. i, j: multiples of 8."
+)
+cp_async4 = _copy_async("cp_async4", "ca", 4, "smem: flat float32, shared. x: flat float32.")
 
 
-# The copies that this thread has started since the last commit become one group.
-# "cp.async.commit_group"
-cp_async_commit = instruction("cp_async_commit", "cp.async.commit_group;", None)
+cp_async_commit = instruction(
+    "cp_async_commit",
+    "cp.async.commit_group;",
+    None,
+    doc="""Make the copies that this thread has started since the last commit one group.
+
+    "cp.async.commit_group"
+    """,
+)
 
 
 @intrinsic(n=LITERAL)
 def cp_async_wait(code, n):
-    """Wait until at most n of this thread's groups are in flight; n is a constant.
+    """Wait until at most n of this thread's groups of copies are in flight.
 
     Other threads see the data after the next barrier. "cp.async.wait_group"
+    n: a constant.
     """
     code.asm(f"cp.async.wait_group {n};", memory=True)
 
 
 # ----------------------------------------------------------------------------- 16 bytes of bf16
-def _store16(name, space):
+def _store16(name, space, where):
+    doc = f"""Set x[i : i + 8] to registers[0:4]: 8 bf16 as 4 pairs. "st", vectors
+
+    x: flat uint16, {where}. i: a multiple of 8.
+    registers: a register array of 4 uint32, or a row of one.
+    """
+
     def store16(code, x, i, registers):
         value = code.vector(code.registers(registers, 4))
         code.store(code.address(x, i, space), [value], space)
 
-    return intrinsic(name=name)(store16)
+    return intrinsic(name=name, doc=doc)(store16)
 
 
-# x[i : i + 8] = registers[0:4]; i is a multiple of 8. To global and to shared memory.
-store16 = _store16("store16", GLOBAL)
-store16_shared = _store16("store16_shared", SHARED)
+store16 = _store16("store16", GLOBAL, "in global memory")
+store16_shared = _store16("store16_shared", SHARED, "in shared memory")
 
 
 @intrinsic()
 def load16_shared(code, registers, smem, i):
-    """Set registers[0:4] to smem[i : i + 8]; i is a multiple of 8."""
+    """Set registers[0:4] to smem[i : i + 8]: 8 bf16 as 4 pairs. "ld", vectors
+
+    registers: a register array of 4 uint32, or a row of one.
+    smem: flat uint16 in shared memory. i: a multiple of 8.
+    """
     code.set_registers(registers, code.load(code.address(smem, i, SHARED), uint32, SHARED, 4))
 
 
 @intrinsic(pair=uint32)
 def store_pair_shared(code, smem, i, pair):
-    """Set smem[i], smem[i + 1] to the two bf16 of `pair`; i is even."""
+    """Set smem[i], smem[i + 1] to the two bf16 of `pair`. "st"
+
+    smem: flat uint16 in shared memory. i: even. pair: uint32, the first in the lower half.
+    """
     code.store(code.address(smem, i, SHARED), [pair], SHARED)
 
 
 @intrinsic()
 def load2_shared(code, registers, smem, i):
-    """Set registers[0:2] to smem[i : i + 2]; smem: float32; i is even."""
+    """Set registers[0:2] to smem[i : i + 2]. "ld", vectors
+
+    registers: a register array of 2 float32. smem: flat float32 in shared memory. i: even.
+    """
     code.set_registers(registers, code.load(code.address(smem, i, SHARED), float32, SHARED, 2))
 
 
 # ----------------------------------------------------------------------------- values
-# 2 ** x and log2(x), with an error of two units in the last place; exp2(-inf) is 0. "ex2", "lg2"
-exp2 = instruction("exp2", "ex2.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
-log2 = instruction("log2", "lg2.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
-fmax = instruction("fmax", "max.f32 $0, $1, $2;", float32, float32, float32, pure=True)
-# Two float32 -> a pair of bf16 in 32 bits, the first in the lower half; and the two halves as
-# float32.
-pack_bf16 = intrinsic(uint32, "pack_bf16", low=float32, high=float32)(narrow_pair)
-low_bf16 = intrinsic(float32, "low_bf16", pair=uint32)(lambda code, pair: widen(code, pair, 0))
-high_bf16 = intrinsic(float32, "high_bf16", pair=uint32)(lambda code, pair: widen(code, pair, 1))
-# Lane 4 g + t has elements 2t, 2t + 1 of row g of an 8 x 8 matrix of 16-bit numbers and receives
-# those of column g. "movmatrix"
-_TRANSPOSE = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
-transpose_pairs = instruction("transpose_pairs", _TRANSPOSE, uint32, uint32, memory=False)
-# threadIdx.x // 32. The shuffle tells the compiler that it is uniform in the warp. "shfl.sync"
-_WARP_ID = (
-    "{ .reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 5; shfl.sync.idx.b32 $0, t, 0, 31, -1; }"
+exp2 = instruction(
+    "exp2",
+    "ex2.approx.ftz.f32 $0, $1;",
+    float32,
+    doc="""Return 2 ** x, with an error of two units in the last place; exp2(-inf) is 0. "ex2" """,
+    pure=True,
+    x=float32,
 )
-warp_id = instruction("warp_id", _WARP_ID, int32, pure=True)
-# n, hidden from the compiler: it does not unroll a loop up to n, or compute an address from n
-# before a loop.
-opaque = instruction("opaque", "mov.b32 $0, $1;", int32, int32)
+log2 = instruction(
+    "log2",
+    "lg2.approx.ftz.f32 $0, $1;",
+    float32,
+    doc="""Return log2(x), with an error of two units in the last place. "lg2" """,
+    pure=True,
+    x=float32,
+)
+fmax = instruction(
+    "fmax",
+    "max.f32 $0, $1, $2;",
+    float32,
+    doc="""Return the larger of two float32; a NaN counts as missing. "max" """,
+    pure=True,
+    x=float32,
+    y=float32,
+)
+pack_bf16 = intrinsic(
+    uint32,
+    "pack_bf16",
+    """Return two float32 as a pair of bf16, rounded to nearest even. "cvt"
+
+    low: becomes bits 0 to 15.
+    """,
+    low=float32,
+    high=float32,
+)(narrow_pair)
+low_bf16 = intrinsic(
+    float32,
+    "low_bf16",
+    "Return the bf16 in bits 0 to 15 of a pair, as float32.",
+    pair=uint32,
+)(lambda code, pair: widen(code, pair, 0))
+high_bf16 = intrinsic(
+    float32,
+    "high_bf16",
+    "Return the bf16 in bits 16 to 31 of a pair, as float32.",
+    pair=uint32,
+)(lambda code, pair: widen(code, pair, 1))
+transpose_pairs = instruction(
+    "transpose_pairs",
+    "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+    uint32,
+    doc="""Transpose an 8 x 8 matrix of 16-bit numbers that a warp holds. "movmatrix"
+
+    Lane 4 g + t has elements 2t, 2t + 1 of row g and receives those of column g.
+    """,
+    memory=False,
+    pair=uint32,
+)
+warp_id = instruction(
+    "warp_id",
+    "{ .reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 5; shfl.sync.idx.b32 $0, t, 0, 31, -1; }",
+    int32,
+    doc="""Return threadIdx.x // 32. "shfl.sync"
+
+    The shuffle tells the compiler that it is the same in the whole warp.
+    """,
+    pure=True,
+)
+opaque = instruction(
+    "opaque",
+    "mov.b32 $0, $1;",
+    int32,
+    doc="""Return n, hidden from the compiler. "mov"
+
+    It does not unroll a loop up to n, or compute an address from n before a loop.
+    """,
+    n=int32,
+)
 
 
 # ------------------------------------------------------------------------ the same in the simulator

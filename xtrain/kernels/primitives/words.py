@@ -45,24 +45,47 @@ def _accesses(n, x):
     return max(words // 4, 1), min(words, 4)
 
 
+WHERE = {GLOBAL: "global", SHARED: "shared"}
+
+
 def _make_load(name, n, space):
+    doc = f"""Set words to x[i : i + {n}], unchanged. "ld", vectors
+
+    words: a register array of {n} uint32, or a row of one; bf16 fill the first half.
+    x: flat, float32 or bf16, in {WHERE[space]} memory.
+    i: a multiple of {n}.
+    """
+
     def load(code, words, x, i):
         count, length = _accesses(n, x)
         code.set_registers(words, code.load(code.pointer(x, i), uint32, space, length, count))
 
-    return intrinsic(name=name)(load)
+    return intrinsic(name=name, doc=doc)(load)
 
 
 def _make_store(name, n, space):
+    doc = f"""Set x[i : i + {n}] to words, unchanged. "st", vectors
+
+    x: flat, float32 or bf16, in {WHERE[space]} memory.
+    i: a multiple of {n}.
+    words: a register array of {n} uint32, or a row of one; bf16 fill the first half.
+    """
+
     def store(code, x, i, words):
         count, length = _accesses(n, x)
         values = code.registers(words, count * length)
         code.store(code.pointer(x, i), values, space, length)
 
-    return intrinsic(name=name)(store)
+    return intrinsic(name=name, doc=doc)(store)
 
 
 def _make_unpack(name, n):
+    doc = f"""Set values[0:{n}] to the elements in words as float32.
+
+    values: a register array of {n} float32. words: as loaded from x.
+    x: the array whose dtype says what the words hold; it is not read.
+    """
+
     def unpack(code, values, words, x):
         if x.is_bf16:
             pairs = code.registers(words, n // 2)
@@ -71,10 +94,16 @@ def _make_unpack(name, n):
             floats = [code.bitcast(word, float32) for word in code.registers(words, n)]
         code.set_registers(values, floats)
 
-    return intrinsic(name=name)(unpack)
+    return intrinsic(name=name, doc=doc)(unpack)
 
 
 def _make_pack(name, n):
+    doc = f"""Set words to values[0:{n}] as elements of x, rounded to nearest even for bf16. "cvt"
+
+    words: a register array of {n} uint32. values: of {n} float32.
+    x: the array whose dtype says what the words hold; it is not written.
+    """
+
     def pack(code, words, values, x):
         floats = code.registers(values, n)
         if x.is_bf16:
@@ -83,7 +112,7 @@ def _make_pack(name, n):
             new = [code.bitcast(value, uint32) for value in floats]
         code.set_registers(words, new)
 
-    return intrinsic(name=name)(pack)
+    return intrinsic(name=name, doc=doc)(pack)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...device import Array, cupy
-from ...simulator import SimArray
-from ..runtime.launch import empty, zeros
+from ...simulator import SimArray, sim
 from .hopper import MAP_WORDS, PANEL
 from .hopper_simulated import simulated_map
 
@@ -75,7 +74,7 @@ def tensor_maps(*boxes: tuple[Array, int]) -> Array:
         words = [simulated_map(s.address, s.dims, s.strides, s.box) for s in described]
         return np.array(words, np.uint64).reshape(-1).view(SimArray)
     if first.device.id < 0:  # not a real device: the memory plan counts bytes
-        return empty(first, (MAP_WORDS * len(boxes),), np.uint64)
+        return cupy().empty(MAP_WORDS * len(boxes), np.uint64)
     specs = tuple(_spec(x, size) for x, size in boxes)
     key = first.device.id, specs
     capturing = cupy().cuda.get_current_stream().is_capturing()
@@ -177,8 +176,10 @@ def tile_counter(maps: Array, name: str) -> Array:
     must reset them to zero. Kernels with different names may run at the same time, so each name has
     its own pair.
     """
-    if isinstance(maps, SimArray) or maps.device.id < 0:
-        return zeros(maps, (2,), np.int32)
+    if isinstance(maps, SimArray):
+        return sim(np.zeros(2, np.int32))
+    if maps.device.id < 0:
+        return cupy().zeros(2, np.int32)
     stream = cupy().cuda.get_current_stream()
     key = maps.device.id, stream.ptr, name
     if key not in _counters:

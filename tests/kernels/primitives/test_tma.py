@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from xtrain.kernels.primitives import last_block, tensor_maps
+from xtrain.kernels.primitives import last_block, tma
 
 
 class Uploaded(np.ndarray):
@@ -28,14 +28,14 @@ def gpu(monkeypatch):
         time.sleep(0.02)  # other threads run now
         return np.frombuffer(content, np.uint64).copy().view(Uploaded)
 
-    for module in (tensor_maps, last_block):
+    for module in (tma, last_block):
         monkeypatch.setattr(module, "cupy", lambda: cupy)
         monkeypatch.setattr(module, "upload", upload)
         monkeypatch.setattr(module, "_counters", {})
     for name in ("_captured", "_evictable"):
-        monkeypatch.setattr(tensor_maps, name, {})
-    monkeypatch.setattr(tensor_maps, "_encode", lambda spec: bytes(128))
-    monkeypatch.setattr(tensor_maps, "_spec", lambda x, size: size)
+        monkeypatch.setattr(tma, name, {})
+    monkeypatch.setattr(tma, "_encode", lambda spec: bytes(128))
+    monkeypatch.setattr(tma, "_spec", lambda x, size: size)
     return SimpleNamespace(device=SimpleNamespace(id=0))
 
 
@@ -46,14 +46,14 @@ def in_threads(work):
 
 def test_maps_in_a_graph_are_those_that_are_kept(gpu):
     """Threads that capture the same array get one set of maps, which is never freed."""
-    found = in_threads(lambda: tensor_maps.tensor_maps((gpu, 64)))
-    (kept,) = tensor_maps._captured.values()
-    assert all(maps is kept for maps in found) and not tensor_maps._evictable
+    found = in_threads(lambda: tma.tensor_maps((gpu, 64)))
+    (kept,) = tma._captured.values()
+    assert all(maps is kept for maps in found) and not tma._evictable
 
 
 def test_counters_in_a_graph_are_those_that_are_kept(gpu):
     for work, kept in (
-        (lambda: tensor_maps.tile_counter(gpu, "kernel"), tensor_maps._counters),
+        (lambda: tma.tile_counter(gpu, "kernel"), tma._counters),
         (lambda: last_block.zero_counters(gpu, 9, "kernel"), last_block._counters),
     ):
         found = in_threads(work)
