@@ -34,9 +34,12 @@ def finetune(
     return tuning.finetune(config, console, parallel, **outside)
 
 
-def run_command(config: FinetuneConfig, parallel: SingleDevice) -> Path:
-    """Make a run with the options of a command line."""
-    return finetune(config, parallel=parallel)
+def run_command(config: FinetuneConfig, parallel: SingleDevice) -> None:
+    """Make a run with the options of a command line, or show its examples."""
+    if config.show:
+        tuning.show_examples(config, parallel.ranks)
+    else:
+        finetune(config, parallel=parallel)
 
 
 def main(arguments: list[str] | None = None) -> int:

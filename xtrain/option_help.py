@@ -17,7 +17,8 @@ from .option_fields import Option, options_of
 
 GROUPED = 30  # options: a command with more has them in groups
 GROUPS = {
-    "the data": "data text-key strict-data verify-data vocab-size tokenizer val-data val-share too-long pack",
+    "the data": "data text-key strict-data verify-data vocab-size tokenizer val-data val-share mix train-answers "
+    "bad-records too-long pack show chat-template chat-template-kwargs",
     "the model": "preset depth dim layers heads kv-heads head-dim hidden-dim qk-norm tie-embeddings init change "
     "lora lora-alpha lora-targets",
     "rollouts": "group max-new-tokens temperature top-p top-k min-p logprobs-of exact rollout-batch rollouts-every",

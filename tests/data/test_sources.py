@@ -74,7 +74,7 @@ def test_the_name(folder):
 
 def test_files_of_records(folder):
     assert record_files(["b.txt", "*.txt"]) == [Path(x) for x in ("b.txt", "a.txt", "x[1].txt")]
-    with pytest.raises(UserError, match=r"in is a folder: give \.jsonl files"):
+    with pytest.raises(UserError, match=r"in has no \.jsonl, \.parquet or \.arrow files"):
         record_files(["in"])
     assert record_files([]) == []
 

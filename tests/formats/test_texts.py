@@ -108,9 +108,9 @@ def test_training_and_serving_have_the_same_tokens(tmp_path, around):
         assert served == scorer.encode(prompt)
         assert served in (bos + TOKENIZER.encode("def f"), texts.tokenizer.encode("<s>def f"))
         answer = [*TOKENIZER.encode("(x)"), eos]
-        for x in read_examples([data], texts.tokenizer, None):
+        for (x,) in read_examples([data], texts.tokenizer, None):
             assert x.prompt.tolist() == served and x.ids.tolist() == served + answer
-        for x in read_examples([whole], texts.tokenizer, None):
+        for (x,) in read_examples([whole], texts.tokenizer, None):
             assert x.ids.tolist() == [*served, eos] and x.trained.sum() == len(served)
         for x in read_prompts([data], texts.tokenizer, None):
             assert x.ids == served

@@ -188,7 +188,7 @@ def test_what_is_trained(both, tmp_path):
         # the template takes the empty reasoning away from an answer that another question follows
         records = records[:1]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = list(read_examples([file], both.tokenizer, both.ours.template))
+    found = [x for (x,) in read_examples([file], both.tokenizer, both.ours.template)]
     end = ENDS[both.name]
     texts = [both.tokenizer.decode(x.ids[x.trained]) for x in found]
     thought = "<think>\n\n</think>\n\n" * (both.name == "qwen3")

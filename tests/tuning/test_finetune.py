@@ -23,10 +23,10 @@ from xtrain.finetune import finetune, main
 from xtrain.formats.texts import load_texts, texts_of
 from xtrain.reinforcement.prompts import read_prompts
 from xtrain.training import out_of_memory
-from xtrain.tuning.default_template import with_default_template
 from xtrain.tuning.examples import Example, read_examples
 from xtrain.tuning.finetune import FinetuneConfig
 from xtrain.tuning.rows import packed, rows_of
+from xtrain.tuning.templates import with_default_template
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -40,6 +40,8 @@ TALK = [
     {"role": "user", "content": "add one"}, {"role": "assistant", "content": "x + 1"},
     {"role": "user", "content": "more"}, {"role": "assistant", "content": "x + 2"},
 ]  # fmt: skip
+INSIDE = """{% for m in messages if m.role != 'tool' %}{{ m.content }}{{ m.tool_calls }}
+{%- for t in messages if t.role == 'tool' and m.tool_calls %}{% set said = t.content %}{{ said }}{% endfor %}{% endfor %}"""
 CALLS = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
 
 
@@ -67,9 +69,10 @@ def write(path, *records):
     return str(path)
 
 
-def examples(tmp_path, tokenizer, source, *records):
+def examples(tmp_path, tokenizer, source, *records, **options):
     template = ChatTemplate(source, {}) if source else None
-    return list(read_examples([write(tmp_path / "x.jsonl", *records)], tokenizer, template))
+    files = [write(tmp_path / "x.jsonl", *records)]
+    return [x for xs in read_examples(files, tokenizer, template, **options) for x in xs]
 
 
 def trained(example, tokenizer):
@@ -137,7 +140,7 @@ def test_white_space_at_the_end_of_an_answer_is_trained(tmp_path, tokenizer):
 def test_tools_have_their_own_template(tmp_path, tokenizer):
     template = ChatTemplate({"default": CHATML, "tool_use": "{{ tools }}" + MARKED}, {})
     data = write(tmp_path / "x.jsonl", {"messages": TALK[:2], "tools": ["f"]}, {"messages": TALK[:2]})  # fmt: skip
-    used, plain = read_examples([data], tokenizer, template)
+    (used,), (plain,) = read_examples([data], tokenizer, template)
     assert tokenizer.decode(used.ids) == "['f']" + tokenizer.decode(plain.ids)
     assert trained(used, tokenizer) == trained(plain, tokenizer) == "x + 1<|im_end|>"
     (prompt, _) = read_prompts([data], tokenizer, template)
@@ -184,6 +187,9 @@ def test_bad_data_is_named(tmp_path, tokenizer):
         (None, {"text": ""}, '"text" is empty'),
         ("{{ messages[0].content }}", {"messages": TALK}, "where message 2 is in the text is unknown"),
         (CHATML, {"messages": [user, CALLS]}, "leaves out the call of f in message 2"),
+        (MARKED, {"messages": [user, CALLS]}, "leaves out the call of f in message 2"),
+        (INSIDE, {"messages": [user, CALLS, {"role": "tool", "content": "7"}]}, "writes message 3 .tool. inside another"),
+        ("{% macro f() %}{% generation %}x{% endgeneration %}{% endmacro %}{{ 'ab' ~ f() }}", {"messages": TALK}, "move it out of its macro"),
         (refusing, {"messages": TALK}, "rejects this conversation: roles must alternate"),
         ("{{ messages[0].content }}{% generation %}{% endgeneration %}", {"messages": TALK}, "renders nothing"),
     ]  # fmt: skip
@@ -315,14 +321,14 @@ def test_packed_files_globs_a_key_and_standard_input(tmp_path, tokenizer, monkey
     """They are the examples of plain files."""
     records = [{"body": f"x + {i}"} for i in range(4)]
     plain = write(tmp_path / "d.jsonl", *[{"text": r["body"]} for r in records])
-    expected = [x.ids.tolist() for x in read_examples([plain], tokenizer, None)]
+    expected = [x.ids.tolist() for (x,) in read_examples([plain], tokenizer, None)]
     lines = [(json.dumps(r) + "\n").encode() for r in records]
     (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[:2])))
     (tmp_path / "2.jsonl.zst").write_bytes(zstandard.compress(b"".join(lines[2:])))
     found = read_examples([str(tmp_path / "*.jsonl.*"), tmp_path / "1.jsonl.gz"], tokenizer, None, "body")  # fmt: skip
-    assert [x.ids.tolist() for x in found] == expected and len(expected) == 4
+    assert [x.ids.tolist() for (x,) in found] == expected and len(expected) == 4
     copied = from_standard_input(["-"], tmp_path / "cache", io.BytesIO(b"".join(lines)))
-    assert [x.ids.tolist() for x in read_examples(copied, tokenizer, None, "body")] == expected
+    assert [x.ids.tolist() for (x,) in read_examples(copied, tokenizer, None, "body")] == expected
     with pytest.raises(
         UserError, match=r"1\.jsonl\.gz line 1 has neither .* nor \"text\".* --text-key"
     ):
@@ -347,7 +353,7 @@ def test_what_the_command_refuses(tmp_path, folder, capsys):
         ([*model, "--data", str(tmp_path / "bad.jsonl")], "bad.jsonl line 2 is not a JSON object"),
         ([*model, "--data", str(tmp_path / "deep.jsonl")], "line 2: it is nested too deeply: fix"),
         ([*model, "--data", data, "--too-long", "error"], "d.jsonl line 1 has "),
-        ([*model, "--data", long], "no example is left, all 1 are longer than 96 tokens"),
+        ([*model, "--data", long], "no example is left: 1 left out, the first is"),
         ([*model, "--data", data, "--seq-len", "97"], "is longer than the model's max_seq_len 96"),
         ([*model, "--data", data, "--val-share", "1"], "--val-share must be between"),
     ):
@@ -366,7 +372,7 @@ def test_a_run_that_cannot_fit_is_refused(tmp_path, folder, monkeypatch, capsys,
     given = ["--init", str(folder), "--data", data, "--out", str(tmp_path / "runs")]
     assert main([*given, *more]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("xtrain.finetune: a run with steps of ") and "--micro-batch 1 " in said
+    assert "xtrain.finetune: a run with steps of " in said and "--micro-batch 1 " in said
 
 
 # ----------------------------------------------------------------------------- a model without a chat template
@@ -404,7 +410,7 @@ def test_a_model_without_a_template_gets_one(tmp_path, capsys):
 def test_the_default_template_is_chatml_if_the_tokenizer_has_its_tokens(tokenizer):
     texts = with_default_template(texts_of(Path(), tokenizer, frozenset()))
     assert texts.template.render(TALK) == ChatTemplate(CHATML, {}).render(TALK)
-    with pytest.raises(UserError, match="default template has no tools"):
+    with pytest.raises(UserError, match="the template chatml has no tools"):
         texts.template.render(TALK, tools=[{"type": "function"}])
     assert texts.tokenizer.sha256 == tokenizer.sha256
     assert texts.chat_stop > {tokenizer.eos_token_id}  # and the end of a turn

@@ -74,31 +74,49 @@ class Rendered:
     spans: list[tuple[int, int]] | None
     turns: list[tuple[int, int, int]]
 
-    def owner(self, place: int) -> int | None:
-        """Return the last message that begins at or before a character; None if none does."""
-        started = [(start, message) for message, start, _ in self.turns if start <= place]
-        return max(started)[1] if started else None
+    def of(self, number: int) -> list[tuple[int, int]]:
+        """Return [start, end) of what is written at a message."""
+        return [(start, end) for message, start, end in self.turns if message == number]
+
+    def owner(self, place: int, but: int | None = None) -> int | None:
+        """Return the message, other than `but`, that a character belongs to; None if there is
+        none. What follows the last message belongs to it."""
+        last = max((end for _, _, end in self.turns), default=0)
+        for message, start, end in self.turns:
+            if message != but and start <= place < (len(self.text) if end == last else end):
+                return message
+        return None
 
 
 class ChatTemplate:
     """Renders a list of {"role": ..., "content": ...} as text.
 
     sources: the Jinja template, or several by their names.  special_tokens: names such as
-    "bos_token" and their texts.
+    "bos_token" and their texts.  values: of other names, for every conversation.
     """
 
-    def __init__(self, sources: str | dict[str, str], special_tokens: dict[str, str]):
+    def __init__(
+        self,
+        sources: str | dict[str, str],
+        special_tokens: dict[str, str],
+        values: Mapping[str, Any] | None = None,
+    ):
         if isinstance(sources, str):
             sources = {"default": sources}
         self.sources = sources
         self.special_tokens = special_tokens
+        self.values = dict(values or {})
         self.worker: subprocess.Popen | None = None
         self.compiled: str | None = None  # the source that the worker renders
         self.lock = threading.Lock()  # one request at a time
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the templates; a copy starts another process."""
-        return ChatTemplate, (self.sources, self.special_tokens)
+        return ChatTemplate, (self.sources, self.special_tokens, self.values)
+
+    def with_values(self, values: Mapping[str, Any]) -> "ChatTemplate":
+        """Return this template with values for every conversation."""
+        return ChatTemplate(self.sources, self.special_tokens, {**self.values, **values})
 
     def source(self, tools: Any = None) -> str:
         """Return the Jinja template of a conversation. Raises UserError if there is none for it."""
@@ -157,6 +175,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         source = self.source(tools)
+        values = {**self.values, **values}
         for name in values:
             if name in names or not re.search(rf"\b{re.escape(name)}\b", source):
                 raise UserError(
@@ -277,6 +296,20 @@ class ChatTemplate:
         config = config_of(companions, folder)
         tokens = {name: token_text(config.get(name)) for name in TOKENS}
         return cls(sources, {name: text for name, text in tokens.items() if text is not None})
+
+
+def template_values(text: str | None) -> dict[str, Any]:
+    """Return what --chat-template-kwargs says. Raises UserError."""
+    try:
+        values = json.loads(text or "{}")
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise UserError(
+            f"--chat-template-kwargs must be a JSON object, got {' '.join((text or '').split())}: "
+            """give it as '{"enable_thinking": false}'"""
+        )
+    return values
 
 
 def normalized(messages: Any) -> Any:

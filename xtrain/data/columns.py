@@ -1,4 +1,5 @@
-"""The text in a column of a file: .parquet, and .arrow, in which the library `datasets` saves.
+"""The text in a column of a file, or its rows: .parquet, and .arrow, in which the library `datasets`
+saves.
 
 A few rows are decoded at a time, but each value whole: in a .parquet it takes about five times its
 size in memory. A .arrow is mapped from the disk.
@@ -36,24 +37,41 @@ def read_parquet(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
 
 def read_arrow(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
     """Yield the column as read_parquet does, from an .arrow stream (of `datasets`) or file."""
-    with _pyarrow(path) as pyarrow, open(path, "rb") as file:
+    with _pyarrow(path) as pyarrow, _arrow(pyarrow, path) as (schema, batches):
+        _check_column(pyarrow, path, schema, key)
+        column = schema.get_field_index(key)
+        yield from _texts((batch.column(column) for batch in batches), path)
+
+
+def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a .parquet, with Python's values. Raises BadFile; UserError without
+    pyarrow."""
+    with _pyarrow(path):
+        parquet = importlib.import_module("pyarrow.parquet")
+        with parquet.ParquetFile(path, buffer_size=PART) as file:
+            for batch in file.iter_batches(PARQUET_ROWS, use_threads=False):
+                yield from batch.to_pylist()
+
+
+def arrow_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an .arrow as parquet_rows does."""
+    with _pyarrow(path) as pyarrow, _arrow(pyarrow, path) as (_, batches):
+        for batch in batches:
+            yield from batch.to_pylist()
+
+
+@contextmanager
+def _arrow(pyarrow: Any, path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """Open an .arrow stream or file: its schema and batches."""
+    with open(path, "rb") as file:
         is_file = file.read(len(FILE_MAGIC)) == FILE_MAGIC
-        with pyarrow.memory_map(str(path)) as mapped:
-            if is_file:
-                reader = pyarrow.ipc.open_file(mapped)
-            else:
-                reader = pyarrow.ipc.open_stream(mapped)
-            _check_column(pyarrow, path, reader.schema, key)
-            column = reader.schema.get_field_index(key)
-            if is_file:
-                n = reader.num_record_batches
-            else:
-                n = 0
-            if is_file:
-                batches = map(reader.get_batch, range(n))
-            else:
-                batches = reader
-            yield from _texts((batch.column(column) for batch in batches), path)
+    with pyarrow.memory_map(str(path)) as mapped:
+        if is_file:
+            reader = pyarrow.ipc.open_file(mapped)
+            yield reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            reader = pyarrow.ipc.open_stream(mapped)
+            yield reader.schema, iter(reader)
 
 
 @contextmanager

@@ -148,6 +148,7 @@ class Conversation:
 
     def _tokens(self, tokenizer: Tokenizer, template: ChatTemplate) -> tuple[list[int], list[bool]]:
         rendered = template.render_turns(self.messages, False, self.tools, self.values)
+        self._check(rendered)
         ids, places = tokenizer.encode_spans(rendered.text)
         if template.marks_generation(self.tools):
             spans = self._marked(rendered)
@@ -186,7 +187,7 @@ class Conversation:
         self, i: int, rendered: Rendered, tokenizer: Tokenizer, template: ChatTemplate
     ) -> Span:
         """Return the text of answer `i`: from the generation prompt to the end of the turn."""
-        turns = [(start, end) for number, start, end in rendered.turns if number == i]
+        turns = rendered.of(i)
         if len(turns) != 1:
             raise UserError(
                 f"where message {i + 1} is in the text is unknown, because no loop of the chat "
@@ -196,10 +197,8 @@ class Conversation:
         if i == len(self.messages) - 1:
             end = len(rendered.text)  # some write the token that ends the text after the loop
         said = rendered.text[start:end]
-        self._check_calls(i, said)
         before = self.messages[:i] or [self.messages[i], {"role": "user", "content": "question"}]
-        asked = template.render_turns(before, True, self.tools, self.values)
-        start += _header(asked, said, tokenizer)
+        start += _header(self._prompt(before, template), said, tokenizer)
         ids, places = tokenizer.encode_spans(rendered.text[start:end])
         last = max((n for n, x in enumerate(ids) if x in tokenizer.special_ids), default=None)
         # a line break after the token that ends the turn is not the model's
@@ -207,13 +206,37 @@ class Conversation:
             end = start + places[last][1]
         return start, end
 
-    def _check_calls(self, i: int, said: str) -> None:
-        for call in self.messages[i].get("tool_calls") or ():
-            name = call.get("function", call).get("name")
-            if name not in said:
+    def _prompt(self, messages: list[Message], template: ChatTemplate) -> str:
+        """Return the generation prompt after these messages, with what the template writes between
+        the last of them and the prompt."""
+        asked = template.render_turns(messages, True, self.tools, self.values)
+        prompt = asked.text[max((end for _, _, end in asked.turns), default=0) :]
+        if prompt:
+            return prompt
+        text = template.render(messages, False, self.tools, self.values)  # the loop may write it
+        return asked.text.removeprefix(text) if asked.text.startswith(text) else ""
+
+    def _check(self, rendered: Rendered) -> None:
+        """Raise UserError if the text lacks a call that is trained, or if an answer has a tool's
+        message in it, which would be trained, too."""
+        for i in self.trained:
+            said = "".join(rendered.text[start:end] for start, end in rendered.of(i))
+            for call in self.messages[i].get("tool_calls") or ():
+                name = call.get("function", call).get("name")
+                if name not in (said or rendered.text):
+                    raise UserError(
+                        f"the chat template leaves out the call of {name} in message {i + 1}: use "
+                        "another template, or write the call as text"
+                    )
+        if rendered.spans:
+            return
+        for i, message in enumerate(self.messages):
+            if message["role"] != "tool" or not message["content"].strip():
+                continue
+            if not any(rendered.owner(start, i) is None for start, _ in rendered.of(i)):
                 raise UserError(
-                    f"the chat template leaves out the call of {name} in message {i + 1}: use "
-                    "another template, or write the call as text"
+                    f"the chat template writes message {i + 1} (tool) inside another one, so what "
+                    "is the model's is unknown: mark answers in the template with {% generation %}"
                 )
 
 
@@ -226,17 +249,10 @@ def _needed(template: ChatTemplate | None) -> ChatTemplate:
     return template
 
 
-def _header(asked: Rendered, said: str, tokenizer: Tokenizer) -> int:
-    """Return the characters of a message that are not the model's: the generation prompt.
-
-    asked: the conversation before the message, with the generation prompt.
-    """
-    prompt = asked.text[max((end for _, _, end in asked.turns), default=0) :]
+def _header(prompt: str, said: str, tokenizer: Tokenizer) -> int:
+    """Return the characters of a message that are not the model's: the generation prompt."""
     if prompt and prompt in said:
         return said.index(prompt) + len(prompt)
-    for n in range(min(len(said), len(asked.text)), 0, -1):  # the loop writes the prompt
-        if asked.text.endswith(said[:n]):
-            return n
     # the prompt begins reasoning, which earlier answers do not have
     n = 0
     ids, places = tokenizer.encode_spans(said)

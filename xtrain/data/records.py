@@ -1,5 +1,5 @@
-"""The lines of a .jsonl file as records with checked fields. What is wrong is a UserError that
-names file and line."""
+"""The lines of a .jsonl file and the rows of a table as records with checked fields. What is wrong is
+a UserError that names file and line."""
 
 import itertools
 import json
@@ -10,22 +10,26 @@ from typing import Any
 
 from ..errors import UserError
 from ..json_files import load_json, reading
-from .compressed import open_file
+from .columns import arrow_rows, parquet_rows
+from .compressed import BadFile, open_file, suffix
 from .sources import Sources
+
+TABLES = {".parquet": parquet_rows, ".arrow": arrow_rows}
 
 
 @dataclass(frozen=True)
 class Record:
-    """One line: its fields, read with checks. Each method raises UserError for a field that is
-    missing or wrong."""
+    """One line or row: its fields, read with checks. Each method raises UserError for a field that
+    is missing or wrong."""
 
     path: Path
     line: int
     fields: dict[str, Any]
+    unit: str = "line"
 
     @property
     def where(self) -> str:
-        return f"{self.path} line {self.line}"
+        return f"{self.path} {self.unit} {self.line}"
 
     @property
     def non_null(self) -> set[str]:
@@ -93,13 +97,28 @@ class Record:
 
 
 def record_files(names: Sequence[str | Path]) -> list[Path]:
-    """Return the files that names and globs match, in this order, each once. Raises UserError."""
-    for name in map(Path, names):
-        if name.is_dir():
-            raise UserError(f"{name} is a folder: give .jsonl files")
-    if names:
-        return [source.path for source in Sources(names).find()]
-    return []
+    """Return the files that names, globs and folders match, in this order, each once. In a folder
+    these are the .jsonl, .parquet and .arrow files. Raises UserError."""
+    if not names:
+        return []
+    sources = Sources(names)
+    files = [x.path for x in sources.find() if x.is_named or suffix(x.path) in (".jsonl", *TABLES)]
+    if not files:
+        raise UserError(f"{sources.name} has no .jsonl, .parquet or .arrow files: give some")
+    return files
+
+
+def records(path: Path) -> Iterator[Record]:
+    """Yield the lines of a .jsonl, or the rows of a .parquet or .arrow. Raises UserError."""
+    read = TABLES.get(suffix(path))
+    if read is None:
+        yield from json_records(path)
+        return
+    try:
+        for number, row in enumerate(read(path), 1):
+            yield Record(path, number, row, "row")
+    except BadFile as error:
+        raise UserError(str(error)) from None
 
 
 def json_records(path: Path) -> Iterator[Record]:

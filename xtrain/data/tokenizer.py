@@ -231,9 +231,10 @@ class Tokenizer:
         return other
 
     def with_chat_template(self, source: str) -> "Tokenizer":
-        """Return this tokenizer with another file chat_template.jinja."""
+        """Return this tokenizer with one chat template, in chat_template.jinja."""
         other = copy.copy(self)
-        other.companions = self.companions | {"chat_template.jinja": source.encode()}
+        kept = {name: x for name, x in self.companions.items() if not name.endswith(".jinja")}
+        other.companions = kept | {"chat_template.jinja": source.encode()}
         return other
 
     def encode(self, text: str) -> list[int]:

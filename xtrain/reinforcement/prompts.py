@@ -15,7 +15,7 @@ import numpy as np
 from ..data.batches import Batch, Shuffled
 from ..data.chat_template import ChatTemplate
 from ..data.conversations import Conversation
-from ..data.records import json_records, record_files
+from ..data.records import record_files, records
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 from ..tuning.examples import Example
@@ -43,7 +43,7 @@ def read_prompts(
     prompts: list[Prompt] = []
     for file in record_files(files):
         before = len(prompts)
-        for record in json_records(file):
+        for record in records(file):
             conversation = Conversation.of(record)
             if conversation is not None:
                 ids = conversation.prompt(tokenizer, template)
@@ -94,7 +94,7 @@ class Prompts:
         self.train_tokens, self.val_tokens = (sum(len(x.ids) for x in xs) for xs in (train, val))
         self.bytes = int(sum(self.token_lengths[x.ids].sum() for x in (*train, *val)))
         lines = ([x.ids, x.fields] for x in (*train, *val))
-        text = "\n".join(json.dumps(line, sort_keys=True) for line in lines)
+        text = "\n".join(json.dumps(line, sort_keys=True, default=str) for line in lines)
         self.sha256 = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
     @property

@@ -46,7 +46,6 @@ from ..errors import UserError
 from ..formats.huggingface import read_config
 from ..formats.manifest import tensor_checksum
 from ..formats.saved_runs import model_folder
-from ..formats.texts import load_texts
 from ..kernels.cross_entropy import IGNORE
 from ..kernels.decoding.sampling import UNCHANGED
 from ..kernels.runtime.invariance import batch_invariant
@@ -59,9 +58,11 @@ from ..serving.requests import Completion
 from ..training.run import Run, StepAbandoned, StepResult, each_array
 from ..training.single_device import SingleDevice
 from ..training.single_process import SingleProcess
+from ..tuning.corpus import hold_out
 from ..tuning.examples import Example
-from ..tuning.finetune import hold_out, model_source, train_from
+from ..tuning.finetune import model_source, train_from
 from ..tuning.rows import rows_of
+from ..tuning.templates import chosen_texts
 from .algorithms import find_algorithm
 from .options import PreparedConfig, ReinforceConfig
 from .prompts import Prompt, Prompts, read_prompts
@@ -547,7 +548,7 @@ def _read(c: ReinforceConfig, folder: Path, room: int) -> Prompts:
     folder: of the model.
     room: the tokens that a prompt may have.
     """
-    texts = load_texts(folder)
+    texts = chosen_texts(c, folder)
     skipped = 0
 
     def read(files: tuple[str, ...]) -> list[Prompt]:

@@ -2,16 +2,15 @@
 KV cache."""
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ..cli import print_text, say
+from ..data.chat_template import template_values
 from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
-from ..options import one_line
 from .engine import Engine
 from .options import (
     Draft,
@@ -157,7 +156,7 @@ def chat(options: Options) -> None:
     o = options
     if not is_text(o.system or ""):
         raise UserError("--system is not valid UTF-8: give text")
-    values = _template_values(o.chat_template_kwargs)
+    values = template_values(o.chat_template_kwargs)
     pretrained = o.load()
     template = pretrained.template
     context = pretrained.model.config.context
@@ -195,19 +194,6 @@ def chat(options: Options) -> None:
             if not sys.stdin.isatty():
                 raise
             say("\n[type /exit or Ctrl-D to leave]")
-
-
-def _template_values(text: str | None) -> dict[str, Any]:
-    try:
-        values = json.loads(text or "{}")
-    except ValueError:
-        values = None
-    if not isinstance(values, dict):
-        raise UserError(
-            f"--chat-template-kwargs must be a JSON object, got {one_line(text or '')}: give it as "
-            """'{"enable_thinking": false}'"""
-        )
-    return values
 
 
 def _read_line() -> str | None:

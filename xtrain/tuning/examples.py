@@ -7,7 +7,8 @@ trained.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from ..data.chat_template import ChatTemplate
 from ..data.conversations import Answers, Conversation, has_conversation, naming
-from ..data.records import Record, json_records, record_files
+from ..data.records import Record, record_files, records
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 
@@ -37,6 +38,16 @@ class Example:
         """Its first T inputs, and the target of the last one."""
         return Example(self.where, self.ids[: T + 1], self.trained[: T + 1])
 
+    def shown(self, tokenizer: Tokenizer, colour: bool) -> str:
+        """Return the text, with what is trained in green or between ⟦ and ⟧."""
+        around = ("\033[32m", "\033[0m") if colour else ("⟦", "⟧")
+        edges = [0, *(np.flatnonzero(np.diff(self.trained)) + 1).tolist(), len(self.ids)]
+        text = f"{self.where}\n"
+        for start, end in itertools.pairwise(edges):
+            part = tokenizer.decode(self.ids[start:end])
+            text += part.join(around) if self.trained[start] else part
+        return text
+
 
 def digest(examples: Iterable[Example]) -> str:
     """Return sha256 of the tokens and of which of them are trained."""
@@ -52,26 +63,34 @@ def read_examples(
     template: ChatTemplate | None,
     text_key: str = "text",
     answers: Answers = "all",
-) -> Iterator[Example]:
-    """Return the examples of .jsonl files, which may be globs.
+    refused: Callable[[str, UserError], None] | None = None,
+) -> Iterator[list[Example]]:
+    """Yield the examples of each record of these files, which may be globs.
 
     text_key: the field in place of "text".
-    answers: of a conversation that are trained.
+    answers: of a conversation that are trained; with "each" a record may have several examples.
+    refused: gets the place of a record that cannot be used, and why; None: it is an error.
     Raises UserError, which names file and line.
     """
     for path in record_files(files):
         empty = True
-        for record in json_records(path):
+        for record in records(path):
             empty = False
-            yield from _examples(record, tokenizer, template, text_key, answers)
+            try:
+                examples = _examples(record, tokenizer, template, text_key, answers)
+            except UserError as error:
+                if refused is None:
+                    raise
+                refused(record.where, error)
+                continue
+            yield examples
         if empty:
             raise UserError(f"{path} has no records: give a file that is not empty")
 
 
 def has_messages(files: Sequence[str | Path]) -> bool:
     """Return True if a record of these files is a conversation. Raises UserError."""
-    records = (record for path in record_files(files) for record in json_records(path))
-    return any(map(has_conversation, records))
+    return any(has_conversation(x) for path in record_files(files) for x in records(path))
 
 
 def _examples(
@@ -80,17 +99,19 @@ def _examples(
     template: ChatTemplate | None,
     text_key: str,
     answers: Answers,
-) -> Iterator[Example]:
-    """Yield the examples of a record: one, or with "each" one for every answer."""
+) -> list[Example]:
+    """Return the examples of a record. Raises UserError."""
     conversation = Conversation.of(record)
-    if conversation is not None:
-        for part in conversation.parts(answers):
-            ids, trained = part.tokens(tokenizer, template)
-            yield Example(record.where, np.array(ids, np.int32), np.array(trained, bool))
-        return
-    with naming(record.where):
-        ids, prompt = _text_ids(record, tokenizer, text_key)
-    yield Example(record.where, np.array(ids, np.int32), np.arange(len(ids)) >= prompt)
+    if conversation is None:
+        with naming(record.where):
+            ids, prompt = _text_ids(record, tokenizer, text_key)
+        trained = np.arange(len(ids)) >= prompt
+        return [Example(record.where, np.array(ids, np.int32), trained)]
+    parts = [part.tokens(tokenizer, template) for part in conversation.parts(answers)]
+    return [
+        Example(record.where, np.array(ids, np.int32), np.array(trained, bool))
+        for ids, trained in parts
+    ]
 
 
 def _text_ids(record: Record, tokenizer: Tokenizer, text_key: str) -> tuple[list[int], int]:

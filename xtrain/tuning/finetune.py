@@ -1,27 +1,23 @@
 """Fine-tuning a model on conversations: the options, the data as a Run reads them, and the run."""
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 from rich.console import Console
 
-from ..cli import say
-from ..data.batches import Batch
-from ..data.chat_template import ChatTemplate
+from ..cli import print_text, say
 from ..data.sources import from_standard_input
-from ..data.tokenizer import Tokenizer
 from ..device import cache_folder
 from ..errors import UserError
 from ..formats.adapters import base_folder, check_writable, is_adapter, read_rank, read_targets
 from ..formats.gguf_model import file_of
 from ..formats.huggingface import as_ids, read_config
 from ..formats.saved_runs import folders, model_folder
-from ..formats.texts import load_texts
 from ..kernels.fp8 import TILE
 from ..nn.lora import TARGETS, AdaptedTransformer, Lora
 from ..run_options import OptimizerOptions, ParallelOptions, RowOptions
@@ -30,9 +26,7 @@ from ..training.run import Run
 from ..training.single_device import SingleDevice
 from ..training.single_process import SingleProcess
 from ..training.start import Start, check_fit
-from .default_template import with_default_template
-from .examples import Example, digest, has_messages, read_examples
-from .rows import RowLoader, packed, rows_of
+from .corpus import Conversations, read_conversations
 
 UNIT = 64  # tokens: sequences are padded to a multiple; in fp8 to one of kernels.fp8.TILE
 PACKED_ROW = 2048  # tokens
@@ -55,6 +49,11 @@ class AdapterOptions(ParallelOptions, OptimizerOptions):
     lora_targets: tuple[str, ...] = ("all",)
     # the run is written to OUT/NAME; none: the name of the command
     name: str | None = None
+    # a chat template in place of the model's, which is saved with the run: a file, or chatml, llama3,
+    # phi3, gemma, deepseek-r1 or plain (xtrain/tuning/templates.py)
+    chat_template: str | None = None
+    # values that the chat template reads, as JSON, such as '{"enable_thinking": false}'
+    chat_template_kwargs: str | None = None
     # .jsonl files to validate on; none: a share of --data
     val_data: tuple[str, ...] = ()
     val_share: float = 0.05  # of --data, held out without --val-data
@@ -118,6 +117,15 @@ class FinetuneConfig(AdapterOptions, RowOptions):
 
     data: tuple[str, ...] = ()
     """.jsonl files, with "messages", "prompt" and "completion", or "text" in every line"""
+    # how often an epoch has the examples of each path in --data, such as 2 0.5; none: once
+    mix: tuple[float, ...] = ()
+    # of a conversation: train all answers, the last one, or each one in an example of its own, which
+    # ends there: as the template shows a conversation when the model answers
+    train_answers: Literal["all", "last", "each"] = "all"
+    # a record that cannot be used: stop, or leave it out and count it
+    bad_records: Literal["stop", "skip"] = "stop"
+    # print so many examples, with what is trained in colour, and end
+    show: int = 0
     epochs: float = 3.0  # how often each example is read, without --steps
     # examples that are longer than --seq-len: leave them out, cut them, or stop
     too_long: Literal["skip", "cut", "error"] = "skip"
@@ -148,142 +156,20 @@ class FinetuneConfig(AdapterOptions, RowOptions):
             raise UserError("there is no model to fine-tune: give its folder with --init")
         if not self.data:
             raise UserError("there is nothing to train on: give .jsonl files with --data")
+        if self.mix and len(self.mix) != len(self.data):
+            raise UserError(
+                f"--mix has {len(self.mix)} weights for {len(self.data)} paths in --data: give one "
+                "for each"
+            )
+        if not all(0 <= weight <= 1000 for weight in self.mix):
+            raise UserError(f"--mix must be numbers from 0 to 1000, got {self.mix}")
+        if self.show < 0:
+            raise UserError(f"--show must be a number of examples, got {self.show}")
         if not 0 < self.epochs < 1e6:
             raise UserError(f"--epochs must be a positive number, got {self.epochs}")
 
 
 Config = TypeVar("Config", bound=FinetuneConfig)
-Item = TypeVar("Item")
-
-
-class Conversations:
-    """Examples with the interface of a data.dataset.Corpus.
-
-    train, val: the examples.
-    skipped: those left out, because they are too long.
-    seq_len: T of the longest in use.
-    pack: several examples in a row.
-    is_new_template: the model had no chat template, so it gets the default one.
-    """
-
-    split = "documents"
-    bigram_bpb = None
-    left_out = ()
-    is_new_template = False
-
-    def __init__(
-        self,
-        name: str,
-        files: int,
-        train: list[Example],
-        val: list[Example],
-        skipped: int,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        pack: bool = False,
-    ):
-        self.name = name
-        self.files = files
-        self.skipped = skipped
-        self.tokenizer = tokenizer
-        self.train = train
-        self.val = val
-        self.template = template
-        self.pack = pack
-        self.documents = len(train) + len(val)
-        self.vocab_size = tokenizer.vocab_size
-        self.token_lengths = tokenizer.token_lengths
-        self.train_tokens, self.val_tokens = (sum(len(x.ids) for x in xs) for xs in (train, val))
-        ids = (x.ids for x in (*train, *val))
-        self.bytes = int(sum(self.token_lengths[x].sum() for x in ids))
-        self.sha256 = digest([*train, *val])
-
-    @property
-    def seq_len(self) -> int:
-        return max(len(x.ids) - 1 for x in (*self.train, *self.val))
-
-    def rows(self, examples: list[Example], T: int, seed: int = 0) -> list[list[int]]:
-        """Return which examples each row of T tokens holds."""
-        if self.pack:
-            return packed([len(x.ids) - 1 for x in examples], T, seed)
-        return [[i] for i in range(len(examples))]
-
-    def loader(self, B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1) -> RowLoader:
-        """Return endless shuffled batches of B rows of T tokens. With several ranks, each reads its
-        share of the rows."""
-        groups = self.rows(self.train, T, seed)
-        return RowLoader(self.train, groups, self.pack, B, T, seed, rank, world)
-
-    def val_batches(self, n: int, B: int, T: int) -> list[Batch]:
-        """Return at most n batches of examples that are held out, always the same, as `loader` has
-        them; (B, longest of the batch)."""
-        examples = [x.cut(T) for x in self.val]
-        groups = [[examples[i] for i in group] for group in self.rows(examples, T)]
-        n_rows = min(n * B, len(groups))
-        chosen = [groups[i * len(groups) // n_rows] for i in range(n_rows)]
-        batches = [chosen[i : i + B] for i in range(0, n_rows, B)]
-        longest = [max(sum(len(x.ids) - 1 for x in group) for group in batch) for batch in batches]
-        rows = [rows_of(batch, T) for batch, T in zip(batches, longest)]
-        if self.pack:
-            return rows
-        return [batch._replace(starts=None) for batch in rows]
-
-    @cached_property
-    def stop(self) -> frozenset[int]:
-        """The special tokens at the end of what is trained: those that end an answer."""
-        last_tokens: set[int] = set()
-        for x in self.train[:100]:
-            last_tokens |= set(x.ids[x.trained & ~np.append(x.trained[1:], False)].tolist())
-        return frozenset(last_tokens & self.tokenizer.special_ids)
-
-
-def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Conversations:
-    """Read --data and --val-data. source: the model's folder.
-    context: the model's. Raises UserError."""
-    c = config
-    texts = load_texts(source)
-    is_new_template = texts.template is None and has_messages((*c.data, *c.val_data))
-    if is_new_template:
-        texts = with_default_template(texts)
-    limit = min(c.seq_len or context, context)
-    longer = 0
-
-    def read(files: tuple[str, ...]) -> list[Example]:
-        nonlocal longer
-        kept = []
-        for x in read_examples(files, texts.tokenizer, texts.template, c.text_key):
-            if len(x.ids) - 1 > limit:
-                longer += 1
-                if c.too_long == "error":
-                    raise UserError(
-                        f"{x.where} has {len(x.ids)} tokens, more than --seq-len {limit}: shorten "
-                        "it, or give --too-long skip or cut"
-                    )
-                x = x.cut(limit)
-                if c.too_long == "skip" or not x.trained[1:].any():  # nothing to train is left
-                    continue
-            kept.append(x)
-        if not kept:
-            raise UserError(
-                f"{', '.join(files)}: no example is left, all {longer} are longer than {limit} "
-                "tokens: give a larger --seq-len"
-                + (", or --too-long cut" if c.too_long == "skip" else "")
-            )
-        return kept
-
-    examples = read(c.data)
-    if c.val_data:
-        val = read(c.val_data)
-    else:
-        val = []
-    if not val:
-        examples, val = hold_out(examples, c.val_share, "example")
-    name = ", ".join(Path(file).name for file in c.data)
-    files = len(c.data) + len(c.val_data)
-    tokenizer = texts.tokenizer
-    corpus = Conversations(name, files, examples, val, longer, tokenizer, texts.template, c.pack)
-    corpus.is_new_template = is_new_template
-    return corpus
 
 
 def filled(config: Config, corpus: Conversations, context: int, world: int) -> Config:
@@ -389,22 +275,6 @@ def train_from(
     return loop.train(config, console, parallel, make_run, **more)
 
 
-def hold_out(items: list[Item], share: float, what: str) -> tuple[list[Item], list[Item]]:
-    """Return items to train on and to validate on, the same for every seed. share: of the second.
-    what: one item is called.
-
-    Raises UserError if there is only one.
-    """
-    if len(items) < 2:
-        raise UserError(f"one {what} cannot be trained on and held out: give more, or --val-data")
-    n = min(max(1, round(share * len(items))), len(items) - 1)
-    chosen = set(np.random.default_rng(0).permutation(len(items))[:n].tolist())
-    return (
-        [x for i, x in enumerate(items) if i not in chosen],
-        [x for i, x in enumerate(items) if i in chosen],
-    )
-
-
 def adapted(start: Start, corpus: Any, world: int) -> AdaptedTransformer:
     """Return the frozen model of --init with adapters: new ones, which a checkpoint then fills, or
     those in --init. Raises UserError."""
@@ -469,13 +339,16 @@ def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Conversations
             "xtrain.finetune: the model has no chat template: it gets the default one, which is "
             f"saved with it as chat_template.jinja, {shown!r}"
         )
-    if corpus.skipped and ranks.rank == 0:
-        what = "left out"
-        if config.too_long == "cut":
-            what = "cut or left out"
-        limit = min(config.seq_len or context, context)
-        say(
-            f"xtrain.finetune: {corpus.skipped} examples are longer than {limit} tokens and were "
-            f"{what}"
-        )
+    if ranks.rank == 0:
+        for sentence in (corpus.describe(), *corpus.reasons):
+            say(f"xtrain.finetune: {sentence}")
     return filled(config, corpus, context, ranks.world), corpus
+
+
+def show_examples(config: FinetuneConfig, ranks: SingleProcess) -> None:
+    """Print the first --show examples. What is trained is green, or between ⟦ and ⟧ if standard
+    output is no terminal. Raises UserError."""
+    _, corpus = prepare(config, ranks)
+    if ranks.rank == 0:
+        for x in corpus.train[: config.show]:
+            print_text(x.shown(corpus.tokenizer, sys.stdout.isatty()))
