@@ -32,6 +32,7 @@ from .model_summary import describe, parameter_table
 from .nonfinite import unsound
 from .phase_timer import PhaseTimer, memory_bytes
 from .preemption import StopRequest, parse_seconds
+from .progress import progress
 from .run import Run, StepAbandoned, StepResult, is_own
 from .run_folder import RunFolder
 from .run_log import NullRunLog, RunLog, StepNumbers
@@ -86,6 +87,7 @@ class Loop:
         run.overdue = stop.overdue
         self.saved_step = run.done  # of the newest checkpoint; 0: there is none
         self.stopping = False  # stop early: no time for anything but the checkpoint
+        self.enough = False  # --patience
         self.unread: list[StepResult] = []  # steps whose numbers are still on the device
         self.since = 0.0  # when the first of them began
         self.flops_per_token = flops_per_token(run.model, run.document_tokens)
@@ -109,7 +111,7 @@ class Loop:
             checkpoint.prune(self.writer.run, run.done, c.keep)
         self.stop.begin(_checkpoint_bytes(run))
         self.since = time.perf_counter()
-        while run.done < last and not self.stopping:
+        while run.done < last and not self.stopping and not self.enough:
             try:
                 self.step(last)
             except StepAbandoned as error:
@@ -183,11 +185,34 @@ class Loop:
             run.report_validation(log)
         if due.tasks:
             self.evaluate_tasks()
+        is_best = (due.validation or due.tasks) and self.judge(due)
         if due.sample:
             run.parallel.report_progress()
             log.sample(run.done, run.sample() if run.ranks.rank == 0 else "")
-        if due.checkpoint:
+        if due.checkpoint or is_best or self.enough:
             self.save()
+
+    def judge(self, due: Due) -> bool:
+        """Return whether --best names a metric that has never been better. With --patience, decide
+        whether the run ends. Raises UserError if there is no such metric."""
+        run = self.run
+        c = run.config
+        if c.best is None and c.patience is None:
+            return False
+        if c.best and c.eval_tasks and not due.tasks:  # it may be one of the tasks
+            run.val_loss = None
+            return False
+        name = c.best or run.metric
+        found = run.ranks.on_rank_0(lambda: progress(self.log.metrics, name, run.done))
+        self.enough = bool(c.patience) and found.since_best >= c.patience
+        if self.enough:
+            run.ended = f"{found.since_best} measurements without a better {name}"
+        if c.best is None:
+            return False
+        run.val_loss = None
+        if found.score is not None:
+            run.val_loss = run.done, found.score
+        return found.since_best == 0 and found.score is not None
 
     def save(self) -> None:
         """Begin to write a checkpoint."""

@@ -286,6 +286,8 @@ def fp8_text(name: str, numbers: dict[str, float]) -> str:
 class NullRunLog:
     """The log of a rank that writes nothing: the methods of RunLog, without effect."""
 
+    metrics: tuple[dict[str, Any], ...] = ()
+
     def __enter__(self) -> "NullRunLog":
         return self
 
