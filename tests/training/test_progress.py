@@ -1,6 +1,5 @@
 """The best checkpoint by a metric, which the run's folder then means, and the end of a run that no longer improves."""
 
-
 import pytest
 from runs import checkpoints, metrics, options, run
 

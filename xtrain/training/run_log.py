@@ -213,6 +213,9 @@ class RunLog:
 
     def rollouts(self, lines: list[dict[str, Any]]) -> None:
         """Log the completions of a step."""
+        columns = [name for name in lines[0] if name != "step"]
+        rows = [[line.get(name) for name in columns] for line in lines]
+        self.trackers.table(lines[0]["step"], "rollouts", columns, rows)
         self.append("rollouts.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
     def record(self, name: str, record: dict[str, Any]) -> None:
