@@ -65,6 +65,36 @@ def test_measuring_is_short():
         assert time.perf_counter() - start < 20, "about half a second on an idle machine"
 
 
+def test_the_number_in_use_stays_unless_another_is_much_faster(monkeypatch):
+    for slow, best in ((0.14, 2), (0.16, 1)):
+        work, _ = machine(monkeypatch, {1: 0.1, 2: slow})
+        assert blas._fastest(work, 2, in_use=2) == best
+
+
+def test_the_number_is_measured_again_when_steps_become_slower(monkeypatch):
+    """20 seconds after the start, and then only if steps take 1.5 times as long; a jump of one step is none."""
+    clock, measured, in_use = [0.0], [], []
+    monkeypatch.setattr(blas.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(blas, "threadpool_limits", lambda number, api: in_use.append(number))
+    fastest = {"now": 2}
+    monkeypatch.setattr(blas, "fastest_threads", lambda *a: measured.append(a) or fastest["now"])
+    watch = blas.ThreadWatch(2, 8, 16, 32, 4)
+
+    def steps(*seconds):
+        for x in seconds:
+            clock[0] += x
+            if watch.after_step(x):
+                yield clock[0]
+
+    assert list(steps(*[1.0] * 19)) == [] == measured
+    assert list(steps(1.0)) == [] and measured == [(8, 16, 32, 4, 2)]
+    assert list(steps(*[1.0] * 40, 9.0, 1.0, 1.0, *[1.3] * 30)) == [] and len(measured) == 1
+    fastest["now"] = 1
+    assert len(list(steps(*[3.0] * 10))) == 1
+    assert watch.number == 1 and in_use == [1] and len(measured) == 2
+    assert list(steps(*[0.5] * 60)) == [] and len(measured) == 2, "faster now"
+
+
 @needs_threads
 def test_the_number_in_use():
     with blas.use_threads(1):

@@ -67,6 +67,7 @@ class Loop:
     save in between.
 
     evaluation: of --eval-tasks, on rank 0.
+    thread_watch: of the BLAS threads, if their number may change.
     """
 
     def __init__(
@@ -76,12 +77,14 @@ class Loop:
         stop: StopRequest,
         writer: CheckpointWriter,
         evaluation: Evaluation | None = None,
+        thread_watch: blas.ThreadWatch | None = None,
     ):
         self.run = run
         self.log = log
         self.stop = stop
         self.writer = writer
         self.evaluation = evaluation
+        self.thread_watch = thread_watch
         c = run.config
         gpu = run.model.device == "gpu"
         run.overdue = stop.overdue
@@ -265,6 +268,12 @@ class Loop:
         now = time.perf_counter()
         seconds = (now - self.since) / n
         timing = self.timing(seconds, self.phase_timer.read(n))
+        watch = self.thread_watch
+        if watch is not None and watch.after_step(seconds / run.step_tokens):
+            self.log.warn(
+                f"matrix products now use {watch.number} of {blas.cores()} cores, which is faster "
+                "at the moment: give --blas-threads for a number that stays"
+            )
         for i, (step, loss, norm, bad) in enumerate(zip(steps, sums[:n], norms, sums[n : 2 * n])):
             # with --dp none the norm may be finite here and not on another rank
             skipped = unsound(loss, np.nan if bad and np.isfinite(norm) else norm)
@@ -382,7 +391,7 @@ def train(
             run.resume(folder.saved, warn)
             say(f"resumed from {escape(str(folder.saved.folder))}")
         _record(run, folder.path, begin.device, warn)
-        _loop(run, folder, stop, console, warn, evaluate)
+        _loop(run, folder, stop, console, warn, evaluate, begin.thread_watch)
         # All ranks wait for the report: a signal would end a rank that has already left, and with
         # it the job
         ranks.on_rank_0(lambda: stop.reason or write_report(folder.path, run, warn))
@@ -435,6 +444,7 @@ def _loop(
     console: Console,
     warn: Callable[[str], None],
     evaluate: Evaluation | None,
+    thread_watch: blas.ThreadWatch | None,
 ) -> None:
     """Make the steps of the run. Rank 0 writes the log and the checkpoints."""
     log: RunLog | NullRunLog = NullRunLog()
@@ -447,7 +457,7 @@ def _loop(
         _warn_of_little_room(run, folder.path, warn)
     with log:
         with CheckpointWriter(folder.path, run.config.keep, warn) as writer:
-            Loop(run, log, stop, writer, evaluate)()
+            Loop(run, log, stop, writer, evaluate, thread_watch)()
         # a tracker of --log may take long to end: no watchdog may report a hang
         run.parallel.stop_watchdog()
 

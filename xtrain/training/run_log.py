@@ -298,7 +298,7 @@ class NullRunLog:
         pass
 
     __exit__ = step = layers = validation = tasks = measured = sample = picture = _nothing
-    rollouts = _nothing
+    rollouts = warn = _nothing
 
     def flush(self) -> bool:
         """Return True: nothing is pending."""
