@@ -1,9 +1,12 @@
 """Threads of NumPy's matrix products: the number is measured, asked for or given by the environment."""
 
+import io
 import time
 
 import numpy as np
 import pytest
+from rich.console import Console
+from runs import run
 
 from xtrain import blas
 from xtrain.errors import UserError
@@ -93,6 +96,20 @@ def test_the_number_is_measured_again_when_steps_become_slower(monkeypatch):
     assert len(list(steps(*[3.0] * 10))) == 1
     assert watch.number == 1 and in_use == [1] and len(measured) == 2
     assert list(steps(*[0.5] * 60)) == [] and len(measured) == 2, "faster now"
+
+
+@needs_threads
+def test_a_run_that_has_measured_the_number_measures_again(tmp_path, monkeypatch, four_cores):
+    """Not one that was told the number, or has resumed."""
+    seconds = []
+    monkeypatch.setattr(blas, "fastest_threads", lambda *shape: 1)
+    monkeypatch.setattr(blas.ThreadWatch, "after_step", lambda self, x: seconds.append(x) or True)
+    out = io.StringIO()
+    run(tmp_path, Console(file=out, width=200), steps=2, device="cpu")
+    assert len(seconds) == 2 and "matrix products now use 1 of 4 cores" in out.getvalue()
+    run(tmp_path, steps=4, device="cpu", resume=True, allow_change=("steps", "warmup"))
+    run(tmp_path, steps=2, device="cpu", name="told", blas_threads=1)
+    assert len(seconds) == 2
 
 
 @needs_threads
