@@ -1,9 +1,12 @@
 """Threads of NumPy's matrix products: the number is measured, asked for or given by the environment."""
 
+import io
 import time
 
 import numpy as np
 import pytest
+from rich.console import Console
+from runs import run
 
 from xtrain import blas
 from xtrain.errors import UserError
@@ -63,6 +66,50 @@ def test_measuring_is_short():
         start = time.perf_counter()
         assert 1 <= blas.fastest_threads(rows, width, hidden, blas.cores()) <= blas.cores()
         assert time.perf_counter() - start < 20, "about half a second on an idle machine"
+
+
+def test_the_number_in_use_stays_unless_another_is_much_faster(monkeypatch):
+    for slow, best in ((0.14, 2), (0.16, 1)):
+        work, _ = machine(monkeypatch, {1: 0.1, 2: slow})
+        assert blas._fastest(work, 2, in_use=2) == best
+
+
+def test_the_number_is_measured_again_when_steps_become_slower(monkeypatch):
+    """20 seconds after the start, and then only if steps take 1.5 times as long; a jump of one step is none."""
+    clock, measured, in_use = [0.0], [], []
+    monkeypatch.setattr(blas.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(blas, "threadpool_limits", lambda number, api: in_use.append(number))
+    fastest = {"now": 2}
+    monkeypatch.setattr(blas, "fastest_threads", lambda *a: measured.append(a) or fastest["now"])
+    watch = blas.ThreadWatch(2, 8, 16, 32, 4)
+
+    def steps(*seconds):
+        for x in seconds:
+            clock[0] += x
+            if watch.after_step(x):
+                yield clock[0]
+
+    assert list(steps(*[1.0] * 19)) == [] == measured
+    assert list(steps(1.0)) == [] and measured == [(8, 16, 32, 4, 2)]
+    assert list(steps(*[1.0] * 40, 9.0, 1.0, 1.0, *[1.3] * 30)) == [] and len(measured) == 1
+    fastest["now"] = 1
+    assert len(list(steps(*[3.0] * 10))) == 1
+    assert watch.number == 1 and in_use == [1] and len(measured) == 2
+    assert list(steps(*[0.5] * 60)) == [] and len(measured) == 2, "faster now"
+
+
+@needs_threads
+def test_a_run_that_has_measured_the_number_measures_again(tmp_path, monkeypatch, four_cores):
+    """Not one that was told the number, or has resumed."""
+    seconds = []
+    monkeypatch.setattr(blas, "fastest_threads", lambda *shape: 1)
+    monkeypatch.setattr(blas.ThreadWatch, "after_step", lambda self, x: seconds.append(x) or True)
+    out = io.StringIO()
+    run(tmp_path, Console(file=out, width=200), steps=2, device="cpu")
+    assert len(seconds) == 2 and "matrix products now use 1 of 4 cores" in out.getvalue()
+    run(tmp_path, steps=4, device="cpu", resume=True, allow_change=("steps", "warmup"))
+    run(tmp_path, steps=2, device="cpu", name="told", blas_threads=1)
+    assert len(seconds) == 2
 
 
 @needs_threads

@@ -4,10 +4,12 @@ are fastest now.
 The number of threads decides how a product is divided, and so the order of its sums: a product on 2
 threads differs from the same product on 1 thread in the last bits of some elements. With the same
 number its bits are the same every time. A run therefore records the number and keeps it when it
-resumes (training/start.py).
+resumes (training/start.py). A run that has measured the number measures again once it has run for
+a while, and when its steps become slower (ThreadWatch).
 """
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable
@@ -22,6 +24,8 @@ SECONDS = 0.5  # of measuring, and at least one round
 OPERATIONS = 4e8  # in one round on one number of threads: about 10 ms
 WIDEST = 4096  # of the matrices that are measured
 WORTH = 1.05  # fewer threads are preferred up to this factor: the machine may have other work
+SLOWER = 1.5  # of steps, and of products: then the number is measured again, and changed
+PAUSE = 20.0  # seconds between measurements, at least
 
 
 def cores() -> int:
@@ -72,11 +76,14 @@ def choose_threads(asked: int | None, rows: int, width: int, hidden: int, most: 
     return fastest_threads(rows, width, hidden, most)
 
 
-def fastest_threads(rows: int, width: int, hidden: int, most: int) -> int:
+def fastest_threads(
+    rows: int, width: int, hidden: int, most: int, in_use: int | None = None
+) -> int:
     """The number of threads, of 1, 2, 4, ..., most, with which products of a training step are
     fastest now.
 
     rows: tokens in a forward pass.
+    in_use: the number that stays unless another is SLOWER times as fast.
     width, hidden: of the model and its MLP. Takes about SECONDS; other processes that use the
     machine at the same time count.
     """
@@ -92,10 +99,46 @@ def fastest_threads(rows: int, width: int, hidden: int, most: int) -> int:
         np.maximum(h, 0, out=h)  # on one thread, while the others wait, as in a step
         h @ down.T
 
-    return _fastest(products, most)
+    return _fastest(products, most, in_use)
 
 
-def _fastest(work: Callable[[], object], most: int) -> int:
+class ThreadWatch:
+    """The number of threads of a run that has measured it: measured again PAUSE after the start,
+    and when steps become slower, because other programs may use the cores by then.
+
+    rows, width, hidden, most: as of fastest_threads.
+    """
+
+    def __init__(self, number: int, rows: int, width: int, hidden: int, most: int):
+        self.number = number
+        self.shape = (rows, width, hidden, most)
+        self.measured_at = time.perf_counter()
+        self.again = True  # also without slower steps: the machine may have become busy before
+        self.fastest = float("inf")
+        self.seconds: list[float] = []
+
+    def after_step(self, seconds: float) -> bool:
+        """Return whether another number of threads is in use now. seconds: of a step, per token."""
+        self.seconds = [*self.seconds[-2:], seconds]
+        recent = sorted(self.seconds)[len(self.seconds) // 2]
+        self.fastest = min(self.fastest, recent)
+        is_due = self.again or recent > SLOWER * self.fastest
+        if not is_due or time.perf_counter() - self.measured_at < PAUSE:
+            return False
+        number = fastest_threads(*self.shape, self.number)
+        changed = number != self.number
+        self.number = number
+        self.again = False
+        self.fastest = recent
+        if changed:
+            self.seconds = []
+            self.fastest = float("inf")
+            threadpool_limits(number, "blas")
+        self.measured_at = time.perf_counter()
+        return changed
+
+
+def _fastest(work: Callable[[], object], most: int, in_use: int | None = None) -> int:
     numbers = [n for n in (2**i for i in range(most.bit_length())) if n < most] + [most]
     seconds = dict.fromkeys(numbers, 0.0)
     if len(numbers) == 1:
@@ -112,4 +155,7 @@ def _fastest(work: Callable[[], object], most: int) -> int:
                 seconds[number] += time.perf_counter() - start
         if time.perf_counter() > end:
             break
-    return next(n for n in numbers if seconds[n] <= WORTH * min(seconds.values()))
+    least = min(seconds.values())
+    if in_use is not None and seconds.get(in_use, math.inf) <= SLOWER * least:
+        return in_use
+    return next(n for n in numbers if seconds[n] <= WORTH * least)

@@ -30,7 +30,7 @@ GROUPS = {
     "beta2 eps ema max-skips spike-z seed",
     "validation and samples": "eval-every eval-batches eval-tasks eval-tasks-every eval-items sample-every "
     "sample-prompt sample-tokens",
-    "the run's folder": "name out save-every keep resume allow-change log",
+    "the run's folder": "name out save-every keep best patience resume allow-change log",
     "the device": "device precision fp8-head blas-threads recompute graph debug",
     "several ranks": "zero dp bucket-mb grad-comm transport check-ranks watchdog",
 }  # fmt: skip

@@ -19,7 +19,7 @@ RESUME_KEYS = (
     "decay_fraction", "decay_shape", "ema", "change", "fp8_head",
 )  # fmt: skip
 COUNTS = (
-    "steps", "batch", "micro_batch", "eval_batches", "eval_items", "stop_at", "max_skips", "blas_threads",
+    "steps", "batch", "micro_batch", "eval_batches", "eval_items", "stop_at", "max_skips", "blas_threads", "patience",
 )  # fmt: skip
 INTERVALS = ("eval_every", "eval_tasks_every", "sample_every", "save_every")  # steps; 0: never
 # Options of a run that its config.json does not decide: how a process ends, where the run is;
@@ -103,8 +103,14 @@ class RunOptions:
     init: str | None = None
     # MODULE:FUNCTION that gets the model and returns it changed (lessons/howto/change_the_model.md)
     change: str | None = None
-    # newest checkpoints to keep, in addition to the one with the best validation loss; 0: keep all
+    # newest checkpoints to keep, in addition to the best one; 0: keep all
     keep: int = 3
+    # the metric that decides the best checkpoint, such as val_loss or FILE/acc of --eval-tasks: a
+    # checkpoint is saved at each new best, and RUN means the best; none: the validation decides,
+    # and RUN means the newest
+    best: str | None = None
+    # stop after so many measurements in a row without a better value of that metric; none: never
+    patience: int | None = None
     resume: bool = False  # continue the run from its newest undamaged checkpoint
     # with --resume: options that may differ from the checkpoint's, including data and tokenizer
     allow_change: tuple[str, ...] = ()
@@ -186,6 +192,11 @@ class RunOptions:
             need(
                 name in TRACKERS,
                 f"--log {repr(name)[1:-1]} is not known: choose from {', '.join(TRACKERS)}",
+            )
+        for name in ("best", "patience"):
+            need(
+                getattr(self, name) is None or self.eval_every != 0 or bool(self.eval_tasks),
+                f"{option_name(name)} needs measurements: give --eval-every or --eval-tasks",
             )
         need_text("sample_prompt", self.sample_prompt)
         # --data "$UNSET": Path("") would be the current folder

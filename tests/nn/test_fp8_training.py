@@ -438,7 +438,7 @@ def test_evaluation_during_the_run_is_that_of_bf16(tmp_path, monkeypatch):
         (train_main, "--seq-len 100 --batch 2", "a multiple of 128 tokens in a forward pass, not 200"),
         (train_main, "--micro-batch 1 --batch 2 --seq-len 64", "tokens in a forward pass, not 64"),
         (finetune_main, "--lora 4 --init x", "--precision fp8 is not supported with --lora: choose bf16"),
-        (reinforce_main, "--init x", "--precision fp8 is not supported here"),
+        (reinforce_main, "--init x", "--precision fp8: give one of auto, fp32, bf16"),
         (profile_main, "--plan --lora 4", "precision fp8 is not supported with adapters (--lora) or for serving"),
         (profile_main, "--plan --dim 96 --heads 3", "matrices whose rows and columns are multiples of 128"),
     ],

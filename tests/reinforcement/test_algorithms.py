@@ -6,7 +6,6 @@ import threading
 import types
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,12 +13,13 @@ import torch
 from checks import rng
 from runs import SILENT, metrics
 
+from examples import high_entropy
 from xtrain.errors import UserError
 from xtrain.reinforce import main, reinforce
 from xtrain.reinforcement.algorithms import ALGORITHMS, find_algorithm
-from xtrain.reinforcement.grpo import GRPO, of_tokens
+from xtrain.reinforcement.grpo import of_tokens
 from xtrain.reinforcement.options import ReinforceConfig
-from xtrain.reinforcement.surrogate import Objective, Rewarded, surrogate
+from xtrain.reinforcement.surrogate import Rewarded, surrogate
 
 P, G, T, LIMIT, BETA = 3, 4, 7, 9, 0.05
 DRAW = rng(5)
@@ -182,34 +182,23 @@ def run_of(folder, out, reward=letters, **options):
     return run, [m for m in metrics(run) if "loss" in m]
 
 
-def of_high_entropy(tokens):
-    """The clipped loss of the tokens whose entropy is above the median (Wang et al. 2025)."""
-    losses, slopes = of_tokens(tokens)
-    high = tokens.entropies >= np.median(tokens.entropies)
-    SEEN.append((-tokens.then.mean(), tokens.entropies.mean(), high.mean()))
-    return Objective(losses * high, slopes * high)
-
-
-SEEN: list = []
-OWN = replace(GRPO, objective=of_high_entropy, entropies=True, options={"clip_ratio": 0.1})
-
-
 def test_an_algorithm_of_yours(folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "an_algorithm", types.SimpleNamespace(OWN=OWN, other=3))
-    run, lines = run_of(folder, tmp_path, algorithm="an_algorithm:OWN", micro_batch=8)
-    assert [m["ratio_error"] for m in lines] == [0, 0]
-    for estimate, entropy, share in SEEN:
-        assert 0.5 <= share < 0.6 and abs(estimate - entropy) < 0.5
-    assert abs(lines[0]["clipped"] - 0.5) < 0.1  # tokens without a gradient
+    """examples/high_entropy.py: four fifths of the tokens have no gradient."""
+    seen = []
+    monkeypatch.setattr(high_entropy, "of_tokens", lambda tokens: seen.append(tokens) or of_tokens(tokens))  # fmt: skip
+    monkeypatch.setattr(high_entropy, "other", 3, raising=False)
+    name = "examples.high_entropy:ALGORITHM"
+    run, lines = run_of(folder, tmp_path, algorithm=name, micro_batch=4)
+    assert [m["ratio_error"] for m in lines] == [0, 0] and lines[0]["grad_norm"] > 0
+    assert all(0.7 < m["clipped"] < 0.85 for m in lines)
+    assert len(seen) == 4 and abs(np.mean([x.entropies.mean() + x.then.mean() for x in seen])) < 0.5
     with pytest.raises(
-        UserError, match=r"an_algorithm:other is not an xtrain.*Algorithm: name one"
+        UserError, match=r"high_entropy:other is not an xtrain.*Algorithm: name one"
     ):
-        find_algorithm("an_algorithm:other")
+        find_algorithm("examples.high_entropy:other")
     with pytest.raises(UserError, match=r"'ppo' is not known: choose from grpo, .*MODULE:NAME"):
         find_algorithm("ppo")
-    assert (
-        main(["--resume", "--out", str(tmp_path), "--name", run.name, "--algorithm", "rloo"]) == 2
-    )
+    assert main(["--resume", "--out", str(tmp_path), "--name", run.name, "--algorithm", "rloo"]) == 2  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -279,7 +279,7 @@ def test_any_value_in_the_state_works_or_is_a_user_error(tmp_path):
             try:
                 found = saved_runs.newest(folder)
                 one.resume(found)
-                checkpoint._best(saved_runs.folders(folder))
+                saved_runs.best(saved_runs.folders(folder))
                 RunLog(folder, one.config, found.state, Console(quiet=True))
                 one.next_batch()
                 outcomes[True] += 1

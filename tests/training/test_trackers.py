@@ -13,6 +13,7 @@ from xtrain.options import parse
 from xtrain.run_options import TRACKERS
 from xtrain.train import train
 from xtrain.training import trackers
+from xtrain.training.run_log import RunLog
 
 
 class Calls:
@@ -53,6 +54,9 @@ class Calls:
             def __init__(self, logdir, *, purge_step, filename_suffix):
                 calls.inits.append(("tensorboard", logdir, purge_step, ""))
 
+            def add_text(self, tag, text, step):
+                calls.got["tensorboard", tag, step] = text
+
             def add_scalar(self, tag, value, step):
                 check("log")
                 calls.got["tensorboard", tag, step] = value
@@ -61,9 +65,10 @@ class Calls:
                 calls.ended.append(("tensorboard", 0))
 
         members = {
-            "wandb": {"init": wandb_init, "Settings": dict},
+            "wandb": {"init": wandb_init, "Settings": dict, "Table": dict},
             "trackio": {
                 "init": trackio_init,
+                "Table": dict,
                 "finish": lambda: calls.ended.append(("trackio", 0)),
             },
             "tensorboardX": {"SummaryWriter": SummaryWriter},
@@ -107,6 +112,18 @@ def test_the_trackers_get_the_numbers_and_a_resumed_run_is_the_same_one(tmp_path
     seconds = [json.loads(line) for line in (folder / "timing.jsonl").read_text().splitlines()]
     seconds = [line["seconds"] for line in seconds]
     assert len(seconds) == 4 and seconds == sorted(seconds) and seconds[0] > 0
+
+
+def test_completions_are_a_table(tmp_path, calls):
+    log = RunLog(tmp_path, options(tmp_path, log=TRACKERS), {}, SILENT)
+    rows = [{"step": 3, "completion": "a|b\nc", "reward": x} for x in (0.5, None)]
+    with log:
+        log.rollouts(rows)
+    table = {"columns": ["completion", "reward"], "data": [["a|b\nc", 0.5], ["a|b\nc", None]]}
+    assert calls.got["wandb", "rollouts", 3] == calls.got["trackio", "rollouts", 3] == table
+    lines = calls.got["tensorboard", "rollouts", 3].splitlines()
+    assert lines[:3] == ["| completion | reward |", "| --- | --- |", "| a\\|b<br>c | 0.5 |"]
+    assert [json.loads(x) for x in (tmp_path / "rollouts.jsonl").read_text().splitlines()] == rows
 
 
 def test_an_error_of_a_library_is_one_warning(tmp_path, calls):

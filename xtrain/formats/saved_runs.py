@@ -6,6 +6,7 @@ training/checkpoint.py writes them. Whatever takes the folder of a model takes t
 too (model_folder).
 """
 
+import contextlib
 import math
 import re
 import warnings
@@ -37,7 +38,7 @@ STATE_VALUES: dict[str, Callable[[Any], bool]] = {
     "logs": lambda x: _object(x) and all(map(_natural, x.values())),
     "row": _natural,  # skipped steps in a row up to this step
     "skipped": _natural,  # skipped steps in all
-    # measured at this very step; decides which checkpoint is the best
+    # measured at this very step, smaller is better: decides which checkpoint is the best
     "val_loss": lambda x: x is None or (type(x) in (int, float) and math.isfinite(x)),
 }
 
@@ -65,6 +66,45 @@ def folders(run: Path) -> list[Path]:
 def step_of(folder: Path) -> int:
     """Return the step in the name of a checkpoint's folder."""
     return int(folder.name[5:])
+
+
+def best(checkpoints: list[Path]) -> Path | None:
+    """Return the checkpoint with the lowest validation loss, or what --best names, that was measured
+    at its own step; the earlier of two equal ones. None if nothing was measured."""
+    losses: dict[Path, float] = {}
+    metric = None
+    for folder in checkpoints:
+        with contextlib.suppress(UserError):
+            state = read_json(folder / STATE)
+            loss = state.get("val_loss")
+            if not isinstance(loss, float) or not math.isfinite(loss):
+                continue
+            if state.get("metric") != metric:  # the run was resumed with another --best
+                losses = {}
+            metric = state.get("metric")
+            losses[folder] = loss
+    return min(losses, key=losses.__getitem__, default=None)
+
+
+def named_best(run: Path) -> Path | None:
+    """Return the best checkpoint of a run that has --best, else None."""
+    with contextlib.suppress(UserError):
+        options = read_json(run / CONFIG).get("train")
+        if isinstance(options, dict) and options.get("best"):
+            return best(folders(run))
+    return None
+
+
+def _to_load(run: Path, warn: Callable[[str], None]) -> Path:
+    """Return the checkpoint that the folder of a run means. Raises UserError."""
+    if folder := named_best(run):
+        try:
+            return open_checkpoint(folder).folder
+        except Unreadable:
+            raise
+        except UserError as error:
+            warn(f"{error}: it is the best one, loading the newest")
+    return newest(run, warn, "there is nothing to load").folder
 
 
 def newest(
@@ -118,7 +158,8 @@ def open_checkpoint(folder: Path) -> Saved:
 
 
 def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> Path:
-    """Return `folder` itself, or the newest undamaged checkpoint if it is a run.
+    """Return `folder` itself, or if it is a run, its newest undamaged checkpoint, with --best the
+    best.
 
     warn: called with a sentence about each damaged checkpoint
 
@@ -131,7 +172,7 @@ def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> P
     if hub_name and not folder.exists() and (cached := _in_hub_cache(hub_name[0])):
         return cached
     if folder.name == EMA and not folder.exists() and folders(folder.parent):
-        average = newest(folder.parent, warn, "there is nothing to load").folder / EMA
+        average = _to_load(folder.parent, warn) / EMA
         if not is_folder(average):
             raise UserError(
                 f"{average.parent} has no moving average of the weights: train with --ema 0.999"
@@ -155,7 +196,7 @@ def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> P
             )
         raise UserError(f"{folder} {what}: give the folder of a model or of a run{hint}")
     if folders(folder):
-        return newest(folder, warn, "there is nothing to load").folder
+        return _to_load(folder, warn)
     config = folder / CONFIG
     if config.is_file() and {"train", "model"} <= read_json(config).keys():
         raise UserError(f"{folder} is a run without a checkpoint: train it first")

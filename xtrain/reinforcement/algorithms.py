@@ -16,7 +16,7 @@ in GRPO (grpo.py).
     reinforce++    advantages are normalised over all tokens of the step, without a baseline of the group;
                    --kl is subtracted from the rewards of the tokens that follow (Hu 2025)
 
-All but grpo and reinforce++ have TRL's loss and gradient (version 1.16): tests/reinforcement/trl_oracle.py
+All but grpo and reinforce++ have TRL's loss and gradient (version 1.16): tests/reinforcement/test_algorithms.py
 compares them. Deviations divide by G - 1 there, so they do in these.
 """
 

@@ -90,13 +90,17 @@ class ReinforceConfig(AdapterOptions):
     # skip the completions
     reward_errors: Literal["stop", "skip"] = "stop"
     eval_batches: int = 8  # validation: at most so many times the prompts of a step
-    sample_prompt: str = ""  # of the hint at the end
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """dtype of activations and matrix products; auto: bf16 on a GPU that supports it, else fp32"""
 
+    # samples are answers to a held-out prompt
+    sample_prompt: ClassVar[str] = ""  # type: ignore[misc]
     fp8_head: ClassVar[bool] = False
     # a step cannot be captured in a CUDA graph, because the loss is computed on the host
     graph: ClassVar[bool] = False
     HINTS: ClassVar[dict[str, str]] = {
-        "seq-len": "the longest prompt and --max-new-tokens decide it: leave it out"
+        "sample-prompt": "samples are answers to held-out prompts: give --val-data",
+        "seq-len": "the longest prompt and --max-new-tokens decide it: leave it out",
     }
 
     def default_name(self, gpu: bool) -> str:
@@ -114,7 +118,7 @@ class ReinforceConfig(AdapterOptions):
     def validate(self) -> None:
         """Raises UserError on a value out of range."""
         super().validate()
-        if self.precision == "fp8":
+        if self.precision == "fp8":  # from Python
             raise UserError(
                 "--precision fp8 is not supported here, where log-probabilities are compared: "
                 "choose bf16"

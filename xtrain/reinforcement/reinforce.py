@@ -119,6 +119,7 @@ class ReinforceRun(Run):
     config: Any
     loader: Any
     command = "reinforce"
+    metric = "val_reward"
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)

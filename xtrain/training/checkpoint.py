@@ -22,7 +22,6 @@ how parameters are packed or padded in memory, or on the number of ranks.
 
 import contextlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -44,9 +43,8 @@ from ..formats.manifest import (
     unlisted,
     write_manifest,
 )
-from ..formats.saved_runs import EMA, STATE, Saved, folders, open_checkpoint, step_of
+from ..formats.saved_runs import EMA, STATE, Saved, best, folders, open_checkpoint, step_of
 from ..formats.tensor_file import read_header, write_safetensors
-from ..json_files import read_json
 from ..nn.autograd import Tensor
 from ..nn.model import Transformer
 
@@ -204,7 +202,7 @@ def _remove(path):
 
 def prune(run: Path, newest: int, keep: int) -> None:
     """Remove old checkpoints after checkpoint `newest` was written: keep the last `keep` and the
-    one with the best validation loss. keep=0: keep all.
+    best one. keep=0: keep all.
 
     Checkpoints newer than `newest` are deleted: they were unusable when the run resumed from an
     earlier one. A checkpoint to which the user has added files stays.
@@ -212,7 +210,7 @@ def prune(run: Path, newest: int, keep: int) -> None:
     checkpoints = folders(run)
     past = [folder for folder in checkpoints if step_of(folder) <= newest]
     kept = set(past[-keep:] if keep else past)
-    kept |= {best for best in [_best(past)] if best is not None}
+    kept |= {x for x in [best(past)] if x is not None}
     for folder in checkpoints:
         if folder not in kept:
             _remove_checkpoint(folder)
@@ -225,7 +223,7 @@ def make_room(run: Path, step: int, needed: int) -> str | None:
 
     The newest undamaged one before `step` always stays, and those that cannot be read at the
     moment, or to which the user has added files. Removed first are damaged ones after it, then the
-    oldest; last the one with the best validation loss.
+    oldest; last the best one.
     """
     checkpoints = folders(run)
     damaged = []
@@ -241,8 +239,8 @@ def make_room(run: Path, step: int, needed: int) -> str | None:
             damaged.append(newest)
     else:
         return None
-    best = _best(checkpoints)
-    spare = [*damaged, *sorted(checkpoints, key=lambda folder: folder == best)]
+    best_one = best(checkpoints)
+    spare = [*damaged, *sorted(checkpoints, key=lambda folder: folder == best_one)]
     spare = [folder for folder in spare if not _has_unlisted(folder)]
     if shutil.disk_usage(run).free + sum(map(_bytes, spare)) < needed:
         return None
@@ -297,18 +295,6 @@ def _has_unlisted(folder):
         return True
     except UserError:  # the manifest is damaged
         return False
-
-
-def _best(past):
-    """Return the checkpoint with the lowest validation loss that was measured at its own step; the
-    earlier of two equal ones."""
-    losses = {}
-    for folder in past:
-        with contextlib.suppress(UserError):
-            loss = read_json(folder / STATE).get("val_loss")
-            if isinstance(loss, float) and math.isfinite(loss):
-                losses[folder] = loss
-    return min(losses, key=losses.__getitem__, default=None)
 
 
 # ----------------------------------------------------------------------------- loading

@@ -32,6 +32,7 @@ from .model_summary import describe, parameter_table
 from .nonfinite import unsound
 from .phase_timer import PhaseTimer, memory_bytes
 from .preemption import StopRequest, parse_seconds
+from .progress import progress
 from .run import Run, StepAbandoned, StepResult, is_own
 from .run_folder import RunFolder
 from .run_log import NullRunLog, RunLog, StepNumbers
@@ -66,6 +67,7 @@ class Loop:
     save in between.
 
     evaluation: of --eval-tasks, on rank 0.
+    thread_watch: of the BLAS threads, if their number may change.
     """
 
     def __init__(
@@ -75,17 +77,20 @@ class Loop:
         stop: StopRequest,
         writer: CheckpointWriter,
         evaluation: Evaluation | None = None,
+        thread_watch: blas.ThreadWatch | None = None,
     ):
         self.run = run
         self.log = log
         self.stop = stop
         self.writer = writer
         self.evaluation = evaluation
+        self.thread_watch = thread_watch
         c = run.config
         gpu = run.model.device == "gpu"
         run.overdue = stop.overdue
         self.saved_step = run.done  # of the newest checkpoint; 0: there is none
         self.stopping = False  # stop early: no time for anything but the checkpoint
+        self.enough = False  # --patience
         self.unread: list[StepResult] = []  # steps whose numbers are still on the device
         self.since = 0.0  # when the first of them began
         self.flops_per_token = flops_per_token(run.model, run.document_tokens)
@@ -109,7 +114,7 @@ class Loop:
             checkpoint.prune(self.writer.run, run.done, c.keep)
         self.stop.begin(_checkpoint_bytes(run))
         self.since = time.perf_counter()
-        while run.done < last and not self.stopping:
+        while run.done < last and not self.stopping and not self.enough:
             try:
                 self.step(last)
             except StepAbandoned as error:
@@ -183,11 +188,34 @@ class Loop:
             run.report_validation(log)
         if due.tasks:
             self.evaluate_tasks()
+        is_best = (due.validation or due.tasks) and self.judge(due)
         if due.sample:
             run.parallel.report_progress()
             log.sample(run.done, run.sample() if run.ranks.rank == 0 else "")
-        if due.checkpoint:
+        if due.checkpoint or is_best or self.enough:
             self.save()
+
+    def judge(self, due: Due) -> bool:
+        """Return whether --best names a metric that has never been better. With --patience, decide
+        whether the run ends. Raises UserError if there is no such metric."""
+        run = self.run
+        c = run.config
+        if c.best is None and c.patience is None:
+            return False
+        if c.best and c.eval_tasks and not due.tasks:  # it may be one of the tasks
+            run.val_loss = None
+            return False
+        name = c.best or run.metric
+        found = run.ranks.on_rank_0(lambda: progress(self.log.metrics, name, run.done))
+        self.enough = bool(c.patience) and found.since_best >= c.patience
+        if self.enough:
+            run.ended = f"{found.since_best} measurements without a better {name}"
+        if c.best is None:
+            return False
+        run.val_loss = None
+        if found.score is not None:
+            run.val_loss = run.done, found.score
+        return found.since_best == 0 and found.score is not None
 
     def save(self) -> None:
         """Begin to write a checkpoint."""
@@ -240,6 +268,12 @@ class Loop:
         now = time.perf_counter()
         seconds = (now - self.since) / n
         timing = self.timing(seconds, self.phase_timer.read(n))
+        watch = self.thread_watch
+        if watch is not None and watch.after_step(seconds / run.step_tokens):
+            self.log.warn(
+                f"matrix products now use {watch.number} of {blas.cores()} cores, which is faster "
+                "at the moment: give --blas-threads for a number that stays"
+            )
         for i, (step, loss, norm, bad) in enumerate(zip(steps, sums[:n], norms, sums[n : 2 * n])):
             # with --dp none the norm may be finite here and not on another rank
             skipped = unsound(loss, np.nan if bad and np.isfinite(norm) else norm)
@@ -357,7 +391,7 @@ def train(
             run.resume(folder.saved, warn)
             say(f"resumed from {escape(str(folder.saved.folder))}")
         _record(run, folder.path, begin.device, warn)
-        _loop(run, folder, stop, console, warn, evaluate)
+        _loop(run, folder, stop, console, warn, evaluate, begin.thread_watch)
         # All ranks wait for the report: a signal would end a rank that has already left, and with
         # it the job
         ranks.on_rank_0(lambda: stop.reason or write_report(folder.path, run, warn))
@@ -410,6 +444,7 @@ def _loop(
     console: Console,
     warn: Callable[[str], None],
     evaluate: Evaluation | None,
+    thread_watch: blas.ThreadWatch | None,
 ) -> None:
     """Make the steps of the run. Rank 0 writes the log and the checkpoints."""
     log: RunLog | NullRunLog = NullRunLog()
@@ -422,7 +457,7 @@ def _loop(
         _warn_of_little_room(run, folder.path, warn)
     with log:
         with CheckpointWriter(folder.path, run.config.keep, warn) as writer:
-            Loop(run, log, stop, writer, evaluate)()
+            Loop(run, log, stop, writer, evaluate, thread_watch)()
         # a tracker of --log may take long to end: no watchdog may report a hang
         run.parallel.stop_watchdog()
 

@@ -82,11 +82,14 @@ class Run:
     parallel: how the steps are divided among the ranks: a SingleDevice, the default, or a
     DataParallel.
     done: steps so far.
-    val_loss: (step, loss) of the last validation.
+    metric: what --patience is about, without --best.
+    val_loss: (step, loss) of the last validation, or of what --best names; smaller is better.
+    ended: why the run ends before its last step; "" if it does not.
     skipped: skipped steps, as far as the host has read the numbers.
     """
 
     command = "train"  # the command that can continue the run
+    metric = "val_loss"
 
     def __init__(
         self,
@@ -111,6 +114,7 @@ class Run:
         self.loader = corpus.loader(c.batch, c.seq_len, c.seed, ranks.rank, ranks.world)
         self.done = 0
         self.val_loss: tuple[int, float] | None = None
+        self.ended = ""
         # skipped steps in a row: counted on the device, and the value that the host has read
         self.skips_in_a_row = zeros(model.arena.grads, 1, np.int32)
         self.skips_in_a_row_read = 0
@@ -393,6 +397,7 @@ class Run:
             "row": self.skips_in_a_row_read,
             "skipped": self.skipped,
             "val_loss": loss if step == self.done and np.isfinite(loss) else None,
+            "metric": self.config.best,
         }
 
     def resume(self, saved: Saved, warn: Callable[[str], None] = lambda sentence: None) -> None:

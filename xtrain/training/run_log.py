@@ -213,6 +213,9 @@ class RunLog:
 
     def rollouts(self, lines: list[dict[str, Any]]) -> None:
         """Log the completions of a step."""
+        columns = [name for name in lines[0] if name != "step"]
+        rows = [[line.get(name) for name in columns] for line in lines]
+        self.trackers.table(lines[0]["step"], "rollouts", columns, rows)
         self.append("rollouts.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
     def record(self, name: str, record: dict[str, Any]) -> None:
@@ -286,6 +289,8 @@ def fp8_text(name: str, numbers: dict[str, float]) -> str:
 class NullRunLog:
     """The log of a rank that writes nothing: the methods of RunLog, without effect."""
 
+    metrics: tuple[dict[str, Any], ...] = ()
+
     def __enter__(self) -> "NullRunLog":
         return self
 
@@ -293,7 +298,7 @@ class NullRunLog:
         pass
 
     __exit__ = step = layers = validation = tasks = measured = sample = picture = _nothing
-    rollouts = _nothing
+    rollouts = warn = _nothing
 
     def flush(self) -> bool:
         """Return True: nothing is pending."""

@@ -40,6 +40,7 @@ class Start:
     tokenizer: the tokenizer.json to use, None to train one.
     device: "cpu" or "gpu".
     obstacle: why the precision is not bf16, if that would be the default.
+    thread_watch: of the BLAS threads, if their number was measured.
     """
 
     config: ResolvedConfig
@@ -50,6 +51,7 @@ class Start:
     tokenizer: str | None
     device: str
     obstacle: str
+    thread_watch: blas.ThreadWatch | None
 
     @property
     def saved(self) -> Saved | None:
@@ -83,8 +85,13 @@ def decide(options: RunOptions, ranks: SingleProcess, reads_text: bool, warn: Wa
     decided: dict[str, Any] = {"precision": precision}
     if folder.saved is not None and not folder.first_options:  # before a text is read
         _check_known_options(replace(config, **decided), folder.saved, ranks)
+    thread_watch = None
     if device == "cpu":
-        decided["blas_threads"] = _blas_threads(config, model, folder.saved, ranks)
+        number = _blas_threads(config, model, folder.saved, ranks)
+        measured = config.blas_threads is None and folder.saved is None and ranks.world == 1
+        if measured and number is not None and not blas.in_environment():
+            thread_watch = blas.ThreadWatch(number, *_products(config, model), blas.cores())
+        decided["blas_threads"] = number
     tokenizer = None
     if reads_text:
         copied = lambda: from_standard_input(config.data, cache_folder())
@@ -93,7 +100,9 @@ def decide(options: RunOptions, ranks: SingleProcess, reads_text: bool, warn: Wa
         if folder.saved is not None and config.tokenizer not in (None, tokenizer):
             _tell_of_tokenizer(config.tokenizer, folder.saved, warn)
     config = replace(config, **decided)
-    return Start(config, options.name, shape, model, folder, tokenizer, device, obstacle)
+    return Start(
+        config, options.name, shape, model, folder, tokenizer, device, obstacle, thread_watch
+    )
 
 
 def _tell_of_tokenizer(given: str, saved: Saved, warn: Warn) -> None:
@@ -158,12 +167,16 @@ def _blas_threads(
         number = None
         if type(before) is int and 0 < before <= blas.cores():
             number = before
-    rows = config.micro_batch * config.seq_len
-    number = blas.choose_threads(number, rows, model.dim, model.hidden_dim, share)
+    number = blas.choose_threads(number, *_products(config, model), share)
     numbers = ranks.gather(number)
     if None in numbers:
         return None
     return min(numbers)
+
+
+def _products(config: ResolvedConfig, model: ModelConfig) -> tuple[int, int, int]:
+    """Return rows, width and hidden width of the matrix products of a step."""
+    return config.micro_batch * config.seq_len, model.dim, model.hidden_dim
 
 
 # ----------------------------------------------------------------------------- the model

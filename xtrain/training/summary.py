@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..device import memory_peak_bytes
+from ..formats.saved_runs import named_best
 from .preemption import StopRequest
 from .run import Run
 
@@ -15,16 +16,15 @@ from .run import Run
 def print_summary(console: Console, run: Run, folder: Path, stop: StopRequest) -> None:
     """Print how the run ended, its peak memory and the next commands."""
     finished = run.done == run.config.steps
-    last = folder / "checkpoints" / f"step-{run.done:06d}"
+    last = named_best(folder) or folder / "checkpoints" / f"step-{run.done:06d}"
     peak = memory_peak_bytes(run.model.device)
     if peak:
         console.print(f"peak GPU memory {peak / 1e9:.2f} GB", highlight=False)
     if run.skipped:
         console.print(f"{run.skipped} steps were skipped", highlight=False)
-    if stop.reason:
-        reason = f" ({stop.reason})"
-    else:
-        reason = ""
+    reason = ""
+    if stop.reason or run.ended:
+        reason = f" ({stop.reason or run.ended})"
     state = "done"
     if not finished:
         state = f"stopped after step {run.done}{reason}"

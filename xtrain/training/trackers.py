@@ -31,6 +31,7 @@ class Wandb:
 
     def __init__(self, library: Any, folder: Path, identity: str, first_step: int, config: Any):
         project = os.environ.get("WANDB_PROJECT") or PROJECT
+        self.table_of = library.Table
         settings = library.Settings(console="off")  # the terminal belongs to the progress bar
         self.run = library.init(
             project=project,
@@ -46,6 +47,10 @@ class Wandb:
         """Log numbers of a step."""
         self.run.log(values, step=step)
 
+    def table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """Log a table of a step."""
+        self.run.log({name: self.table_of(columns=columns, data=rows)}, step=step)
+
     def close(self, failed: bool) -> None:
         """End the logged run. failed: the run ended with an error."""
         self.run.finish(exit_code=int(failed))
@@ -60,6 +65,7 @@ class Trackio:
     def __init__(self, library: Any, folder: Path, identity: str, first_step: int, config: Any):
         name = f"{folder.name}-{identity}"
         self.finish = library.finish
+        self.table_of = library.Table
         self.run = library.init(
             project=PROJECT, name=name, resume="allow", embed=False, config=config
         )
@@ -67,6 +73,10 @@ class Trackio:
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log numbers of a step."""
         self.run.log(values, step=step)
+
+    def table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """Log a table of a step."""
+        self.run.log({name: self.table_of(columns=columns, data=rows)}, step=step)
 
     def close(self, failed: bool) -> None:
         """End the logged run."""
@@ -92,6 +102,13 @@ class TensorBoard:
         """Log numbers of a step."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
+
+    def table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """Log a table of a step, as Markdown."""
+        cell = lambda x: str(x).replace("|", "\\|").replace("\n", "<br>")
+        lines = [columns, ["---"] * len(columns), *rows]
+        text = "\n".join(f"| {' | '.join(map(cell, line))} |" for line in lines)
+        self.writer.add_text(name, text, step)
 
     def close(self, failed: bool) -> None:
         """Write what is pending."""
@@ -158,6 +175,11 @@ class Trackers:
         """Log numbers of a step."""
         for name, tracker in list(self.open.items()):
             self._try(name, partial(tracker.log, step, values))
+
+    def table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """Log a table of a step."""
+        for kind, tracker in list(self.open.items()):
+            self._try(kind, partial(tracker.table, step, name, columns, rows))
 
     def close(self, failed: bool) -> None:
         """End the logged runs. failed: the run ended with an error."""
