@@ -21,8 +21,9 @@ GROUPS = {
     "bad-records too-long pack show chat-template chat-template-kwargs",
     "the model": "preset depth dim layers heads kv-heads head-dim hidden-dim qk-norm tie-embeddings init change "
     "lora lora-alpha lora-targets",
-    "rollouts": "group max-new-tokens temperature top-p top-k min-p logprobs-of exact rollout-batch rollouts-every",
-    "rewards": "task reward-timeout reward-errors",
+    "rollouts": "group max-new-tokens stop-strings environment max-turns temperature top-p top-k min-p logprobs-of "
+    "exact rollout-batch rollouts-every",
+    "rewards": "task reward-weights reward-timeout reward-errors",
     "the algorithm": "algorithm updates clip-ratio clip-ratio-high kl reference scale-rewards mask-truncated "
     "dynamic-sampling",
     "how long": "steps epochs batch micro-batch seq-len stop-at time-limit",

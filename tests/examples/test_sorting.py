@@ -5,7 +5,6 @@ from pathlib import Path
 
 from xtrain.evaluation.benchmarks import KINDS
 from xtrain.evaluation.tasks import read_task
-from xtrain.reinforcement.prompts import Prompt
 from xtrain.reinforcement.rewards import Task
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -25,7 +24,7 @@ def test_the_files_and_the_reward(tmp_path, monkeypatch):
     assert 0.45 < sum(up) / len(up) < 0.56
     record = lines["test"][0]
     right = f" {record['answer']}"
-    rewards = task.rewards(Prompt("", [], record), [right, right[::-1], "", right + " 9"])
+    rewards = task.function(record, [right, right[::-1], "", right + " 9"])
     assert rewards == [1, record["answer"] == record["answer"][::-1], 0, 0]
     items = read_task(tmp_path / "test.jsonl", KINDS).items
     assert len(items) == 200 and items[0].target == record["answer"]

@@ -15,8 +15,9 @@ from xtrain.errors import UserError
 from xtrain.formats.texts import load_texts
 from xtrain.server.api import Message
 from xtrain.server.grammars import Grammars, Guide
-from xtrain.server.tools import Tool, form_of
+from xtrain.server.tools import Tool
 from xtrain.serving.text_stream import TextStream
+from xtrain.serving.tool_calls import form_of
 from xtrain.tuning.examples import read_examples
 
 transformers = pytest.importorskip("transformers")

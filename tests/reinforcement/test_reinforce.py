@@ -17,9 +17,7 @@ from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.reinforce import main, reinforce
 from xtrain.reinforcement import reinforce as module
-from xtrain.reinforcement.prompts import Prompt
 from xtrain.reinforcement.reinforce import ReinforceConfig, seed_of
-from xtrain.reinforcement.rewards import Task
 from xtrain.training import out_of_memory
 
 
@@ -197,25 +195,6 @@ def test_seeds_differ():
 
 
 # ----------------------------------------------------------------------------- what is refused
-BAD_TASKS = {
-    "returned 3 rewards for 2 completions": lambda record, texts: [0.0] * 3,
-    "returned the reward nan": lambda record, texts: [0.0, math.nan],
-    "returned the reward inf": lambda record, texts: [math.inf, 0.0],
-    "raised KeyError .'answer'.": lambda record, texts: record["answer"],
-    "returned None, not a list": lambda record, texts: None,
-    "returned .'good', 'bad'., not a list": lambda record, texts: ["good", "bad"],
-}
-
-
-@pytest.mark.parametrize("words", BAD_TASKS)
-def test_a_bad_task_is_one_sentence(words):
-    sys.modules["a_task"].reward = BAD_TASKS[words]
-    prompt = Prompt("x.jsonl line 3", [1], {"prompt": "a"})
-    with pytest.raises(UserError, match=f"the task a_task:reward {words}.* line 3: fix the func") as caught:  # fmt: skip
-        Task("a_task:reward").rewards(prompt, ["a", "b"])
-    assert "\n" not in str(caught.value)
-
-
 def test_what_the_command_refuses(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken_task.py").write_text("1 / 0\n")

@@ -1,6 +1,8 @@
 """Reward functions that hang, raise, exit or give no reward: what is said, and what a run has left."""
 
+import asyncio
 import contextlib
+import json
 import linecache
 import math
 import os
@@ -14,11 +16,14 @@ import pytest
 from checks import GPU
 from runs import SILENT, assert_same_run, checkpoints, metrics
 
+from xtrain.data.conversations import Conversation
 from xtrain.errors import UserError
 from xtrain.reinforce import main, reinforce
+from xtrain.reinforcement.calls import CallError, Interrupted, Limits, time_limit
+from xtrain.reinforcement.episodes import Episode
 from xtrain.reinforcement.prompts import Prompt
 from xtrain.reinforcement.reinforce import ReinforceConfig
-from xtrain.reinforcement.rewards import Interrupted, RewardError, Task, time_limit
+from xtrain.reinforcement.rewards import Group, Task, weighted_sum
 from xtrain.training import preemption
 
 PROMPT = Prompt("x.jsonl line 3", [1], {"prompt": "a"})
@@ -51,13 +56,29 @@ def task(monkeypatch):
 
 
 # ----------------------------------------------------------------------------- one call
+def group_of(prompt, *texts):
+    """Completions of a prompt; a limit has ended the last one."""
+    reasons = ["stop"] * (len(texts) - 1) + ["length"]
+    said = [[*prompt.asked, {"role": "assistant", "content": text}] for text in texts]
+    return Group(prompt, [Episode(prompt, None, x, [7], text=t, reason=r) for x, t, r in zip(said, texts, reasons)])  # fmt: skip
+
+
+def rewards(*texts, seconds=0.0, overdue=lambda: False):
+    """The rewards of completions of PROMPT. Raises CallError."""
+    task = Task("a_reward_task:reward")
+    (found,) = task.rewards([group_of(PROMPT, *texts)], 1, Limits(seconds, overdue))
+    if isinstance(found, CallError):
+        raise found
+    return found
+
+
 @needs_signals
 @pytest.mark.parametrize("kind", HANGS)
 def test_a_call_that_hangs_is_ended(task, kind):
     task.reward = HANGS[kind]
     words = r"the task a_reward_task:reward took more than 0.3 s .* for x.jsonl line 3: fix"
-    with pytest.raises(RewardError, match=words):
-        Task("a_reward_task:reward").rewards(PROMPT, ["a"], 0.3)
+    with pytest.raises(CallError, match=words):
+        rewards("a", seconds=0.3)
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
@@ -65,7 +86,7 @@ def test_a_call_that_hangs_is_ended(task, kind):
 def test_another_timer_continues_afterwards():
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 100)
-    with time_limit(5, lambda: False):
+    with time_limit(Limits(5)):
         pass
     left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
@@ -88,7 +109,7 @@ def test_a_tick_at_the_end_of_a_call_leaves_no_timer():
     tracer = sys.gettrace()
     sys.settrace(overdue_at_the_end)
     try:
-        with pytest.raises(Interrupted), time_limit(0, lambda: bool(ticks)):
+        with pytest.raises(Interrupted), time_limit(Limits(0, lambda: bool(ticks))):
             pass
     finally:
         sys.settrace(tracer)
@@ -100,28 +121,124 @@ def test_a_tick_at_the_end_of_a_call_leaves_no_timer():
 def test_a_call_does_not_delay_the_end_of_the_run(task):
     task.reward = hang
     with pytest.raises(Interrupted):
-        Task("a_reward_task:reward").rewards(PROMPT, ["a"], 0, lambda: True)
+        rewards("a", overdue=lambda: True)
 
 
 def test_what_a_call_may_return(task):
-    call = lambda: Task("a_reward_task:reward").rewards(PROMPT, ["a", "b"])
+    call = lambda: rewards("a", "b")
     task.reward = lambda *_: [None, 2]
     nothing, two = call()
     assert math.isnan(nothing) and two == 2.0
     task.reward = lambda *_: sys.exit(3)
-    with pytest.raises(RewardError, match=r"called sys.exit\(3\) for x.jsonl line 3: fix the func"):
+    with pytest.raises(CallError, match=r"called sys.exit\(3\) for x.jsonl line 3: fix the func"):
         call()
-    for rewards, words in (
+    for returned, words in (
         ([None, math.nan], "returned the reward nan"),
         ([1, 10**400], r"returned \[1, 1000"),
         (map(lambda x: x, [1.0, math.inf]), "returned the reward inf"),
         (map(lambda x: 1 / x, [1, 0]), "raised ZeroDivisionError"),
     ):
-        task.reward = lambda *_, rewards=rewards: rewards
-        with pytest.raises(RewardError, match=words):
+        task.reward = lambda *_, returned=returned: returned
+        with pytest.raises(CallError, match=words):
             call()
     task.reward = lambda *_: map(float, [1, 2])
     assert call() == [1.0, 2.0]
+
+
+BAD_TASKS = {
+    "returned 3 rewards for 2 completions": lambda record, texts: [0.0] * 3,
+    "returned the reward nan": lambda record, texts: [0.0, math.nan],
+    "returned the reward inf": lambda record, texts: [math.inf, 0.0],
+    "raised KeyError .'answer'.": lambda record, texts: record["answer"],
+    "returned None, not a list": lambda record, texts: None,
+    "returned .'good', 'bad'., not a list": lambda record, texts: ["good", "bad"],
+}
+
+
+@pytest.mark.parametrize("words", BAD_TASKS)
+def test_a_bad_task_is_one_sentence(task, words):
+    task.reward = BAD_TASKS[words]
+    with pytest.raises(UserError, match=f"the task a_reward_task:reward {words}.* line 3: fix the func") as caught:  # fmt: skip
+        rewards("a", "b")
+    assert "\n" not in str(caught.value)
+
+
+# ----------------------------------------------------------------------------- what a call gets
+def prompt_of(n, chat=False):
+    """A prompt, with the answer n."""
+    if not chat:
+        return Prompt(f"line {n}", [1], {"prompt": f"prompt {n}", "answer": n})
+    asked = [{"role": "user", "content": f"prompt {n}"}]
+    conversation = Conversation(f"line {n}", asked)
+    return Prompt(f"line {n}", [1], {"messages": asked, "answer": n}, conversation)
+
+
+def test_extra_parameters_are_given_by_name(task):
+    seen = []
+
+    def reward(record, texts, finish_reasons, step, other=3):
+        seen.append((record["answer"], texts, finish_reasons, step, other))
+        return [0, 1]
+
+    task.reward = reward
+    call = Task("a_reward_task:reward")
+    assert list(call.rewards([group_of(prompt_of(1), "a", "b")], 5, Limits())) == [[0, 1]]
+    assert seen == [(1, ["a", "b"], ["stop", "length"], 5, 3)]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_function_of_a_whole_step_is_called_as_trl_does(task, chat):
+    def reward(prompts, completions, answer, completion_ids, **more):
+        assert len(prompts) == len(completions) == len(completion_ids) == 5
+        assert more["step"] == 5 and more["finish_reasons"][1] == "length"
+        if chat:
+            assert prompts[0] == [{"role": "user", "content": "prompt 1"}]
+            assert completions[0] == [{"role": "assistant", "content": "a"}]
+        else:
+            assert prompts[0] == "prompt 1" and completions[0] == "a"
+        return [None if x == 2 else 10 * x for x in answer]
+
+    task.reward = reward
+    texts = {1: "ab", 2: "c", 3: "de"}
+    groups = [group_of(prompt_of(n, chat), *texts[n]) for n in texts]
+    found = list(Task("a_reward_task:reward").rewards(groups, 5, Limits()))
+    assert str(found) == "[[10.0, 10.0], [nan], [30.0, 30.0]]"
+    task.reward = lambda completions, **_: [1]
+    found = list(Task("a_reward_task:reward").rewards(groups, 5, Limits()))
+    assert all("returned 1 rewards for 5 completions for line 1 and the other prompts" in str(x) for x in found)  # fmt: skip
+
+
+def test_an_async_function_is_called_for_all_prompts_at_the_same_time(task):
+    """Each call waits for the others; the one that fails, and those that hang, are named."""
+    waiting = []
+
+    async def reward(record, texts):
+        waiting.append(record["answer"])
+        while len(waiting) < 4:
+            await asyncio.sleep(0)
+        if record["answer"] == 2:
+            sys.exit(1)
+        if record["answer"] == 3:
+            await asyncio.sleep(60)
+        if record["answer"] == 4:
+            time.sleep(0 if not CAN_INTERRUPT else 60)
+        return [record["answer"]]
+
+    task.reward = reward
+    groups = [group_of(prompt_of(n), "a") for n in (1, 2, 3, 4)]
+    found = list(Task("a_reward_task:reward").rewards(groups, 1, Limits(0.3)))
+    assert found[0] == [1]
+    assert "called sys.exit(1) for line 2" in str(found[1])
+    assert "took more than 0.3 s (--reward-timeout) for line 3" in str(found[2])
+    if CAN_INTERRUPT:
+        assert "took more than 0.3 s (--reward-timeout) for line 4" in str(found[3])
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_the_sum_of_several_rewards():
+    nan = math.nan
+    found = weighted_sum([[1.0, nan, nan], [10.0, 20.0, nan]], (0.5, 2.0))
+    assert str(found.tolist()) == "[20.5, 40.0, nan]"
 
 
 # ----------------------------------------------------------------------------- runs
@@ -227,3 +344,20 @@ def test_a_step_without_any_reward_ends_the_run(folder, tmp_path, task):
     task.reward = FAILURES["raised ZeroDivisionError"]
     with pytest.raises(UserError, match=r"step 1: no completion has a reward: .* raised Zero"):
         reinforce(config_of(folder, tmp_path, name="skip", reward_errors="skip"), SILENT)
+
+
+def test_several_rewards_are_weighted_and_logged(folder, tmp_path, task):
+    task.short = lambda prompts, completions, **_: [None if "x" in x else -len(x) for x in completions]  # fmt: skip
+    names = ("a_reward_task:reward", "a_reward_task:short")
+    run = reinforce(config_of(folder, tmp_path, task=names, reward_weights=(2.0, 0.1)), SILENT)
+    rows = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    for x in rows:
+        own = x["rewards"]
+        assert own["reward"] == good({}, [x["completion"]])[0]
+        assert own["short"] == (None if "x" in x["completion"] else -len(x["completion"]))
+        assert abs(x["reward"] - 2 * own["reward"] - 0.1 * (own["short"] or 0)) < 1e-12
+    for m in (m for m in metrics(run) if "loss" in m):
+        own = [x["rewards"] for x in rows if x["step"] == m["step"]]
+        for name in ("reward", "short"):
+            values = [x[name] for x in own if x[name] is not None]
+            assert abs(m[f"rewards/{name}"] - sum(values) / len(values)) < 1e-12

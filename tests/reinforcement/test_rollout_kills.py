@@ -13,6 +13,7 @@ from xtrain import Engine
 from xtrain.errors import UserError
 from xtrain.reinforce import reinforce
 from xtrain.reinforcement import reinforce as module
+from xtrain.reinforcement.environment import Environment
 from xtrain.reinforcement.reinforce import ReinforceConfig
 from xtrain.training.run import option_changes
 
@@ -24,25 +25,35 @@ def reward(record, texts):
     return [len(set(text)) / 9 for text in texts]
 
 
+def reply(record, messages):
+    return ") + " if len(messages) < 6 else None
+
+
+TASK = types.SimpleNamespace(reward=reward, reply=reply)
+
+
 @pytest.fixture(autouse=True)
 def task(monkeypatch):
-    monkeypatch.setitem(sys.modules, "a_killed_task", types.SimpleNamespace(reward=reward))
+    monkeypatch.setitem(sys.modules, "a_killed_task", TASK)
 
 
 def config_of(folder, out, **more):
-    """Two updates a step in two micro-batches, a reference, truncated sampling."""
+    """Three turns, two updates a step in two micro-batches, a reference, truncated sampling."""
     options = dict(
         init=str(folder), data=(str(folder / "prompts.jsonl"),), out=str(out), name="run", device="cpu", task="a_killed_task:reward",
-        group=4, batch=8, micro_batch=4, max_new_tokens=6, steps=STEPS, lr=1e-2, save_every=1, eval_every=2, blas_threads=1,
+        group=4, batch=8, micro_batch=4, max_new_tokens=16, steps=STEPS, lr=1e-2, save_every=1, eval_every=2, blas_threads=1,
         rollout_batch=3, kl=0.05, updates=2, temperature=0.9, top_p=0.8,
+        environment="a_killed_task:reply", stop_strings=("e", "f", "r", "x", " "),
     )  # fmt: skip
     return ReinforceConfig(**(options | more))
 
 
 @pytest.fixture(scope="module")
 def whole(folder, tmp_path_factory):
-    sys.modules["a_killed_task"] = types.SimpleNamespace(reward=reward)
-    return reinforce(config_of(folder, tmp_path_factory.mktemp("whole")), SILENT)
+    sys.modules["a_killed_task"] = TASK
+    run = reinforce(config_of(folder, tmp_path_factory.mktemp("whole")), SILENT)
+    assert all(1.5 < m["turns"] <= 3 for m in metrics(run) if "loss" in m)
+    return run
 
 
 def dies_at(owner, name, n, left):
@@ -71,7 +82,8 @@ def dies_writing(n):
 
 POINTS = {  # where the process ends, and the checkpoints that it leaves
     "in the first rollout": (dies_at(Engine, "_step", 4, 0), 0),
-    "in a rollout of the second step": (dies_at(Engine, "_step", 30, 1), 1),
+    "in a rollout of the second step": (dies_at(Engine, "_step", 60, 1), 1),
+    "between two turns": (dies_at(Environment, "replies", 5, 1), 1),
     "between micro-batches": (dies_at(module, "surrogate", 6, 1), 1),
     "in the second update": (dies_at(module, "surrogate", 8, 1), 1),
     "before the first byte of a checkpoint": (dies_writing(1), 0),

@@ -22,8 +22,9 @@ from xtrain.data.tokenizer import Tokenizer  # noqa: E402
 from xtrain.server.grammars import Grammars, Guide  # noqa: E402
 from xtrain.server.reasoning import Reading  # noqa: E402
 from xtrain.server.tool_answers import ToolStream, _merged  # noqa: E402
-from xtrain.server.tools import FORMS, Chosen, Tool, ToolUse, form_of, use_of  # noqa: E402
+from xtrain.server.tools import Chosen, Tool, ToolUse, use_of  # noqa: E402
 from xtrain.serving.text_stream import TextStream  # noqa: E402
+from xtrain.serving.tool_calls import FORMS, form_of, read_calls  # noqa: E402
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 4}, "days": {"enum": [1, 7]}},
         "required": ["city"], "additionalProperties": False}  # fmt: skip
@@ -66,6 +67,20 @@ def test_calls_in_pieces(form):
         content, calls = read(EXAMPLES[form], ToolUse(form), random.Random(seed))
         assert calls == [("f", '{"a": "x}\\"<tool_call>", "b": [{}]}'), ("g", "{}")]
         assert content == ("Hi\n" if form == "hermes" else "")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_calls_of_a_whole_text(form):
+    content, calls = read_calls(EXAMPLES[form], form)
+    assert content == ("Hi\n" if form == "hermes" else "")
+    functions = [
+        {"name": "f", "arguments": {"a": 'x}"<tool_call>', "b": [{}]}},
+        {"name": "g", "arguments": {}},
+    ]
+    assert [call["function"] for call in calls] == functions
+    assert [len(call["id"]) for call in calls] == [9, 9]
+    for text in ("a", '{"name": 7', EXAMPLES[form][:30]):
+        assert read_calls(text, form) == (text, [])
 
 
 @pytest.mark.parametrize("form, text", [

@@ -98,6 +98,14 @@ class Conversation:
         )
 
     @property
+    def asked(self) -> list[Message]:
+        """The messages without answers at the end."""
+        messages = self.messages
+        while messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        return messages
+
+    @property
     def trained(self) -> list[int]:
         """The numbers of the messages that are trained."""
         roles = enumerate(message["role"] for message in self.messages)
@@ -121,9 +129,7 @@ class Conversation:
     def prompt(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
         """Return the ids up to where the next answer begins. Answers at the end, which a record for
         fine-tuning has, are not part of it. Raises UserError."""
-        messages = self.messages
-        while messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
+        messages = self.asked
         if not messages:
             raise UserError(
                 f"{self.where} has only messages of the assistant, so there is nothing to answer: "

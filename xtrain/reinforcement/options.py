@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from ..errors import UserError
 from ..kernels.decoding.sampling import Sampling
 from ..run_options import RESUME_KEYS, need_positive
@@ -24,6 +26,7 @@ KEYS: tuple[str, ...] = (
     "scale_rewards",
 )
 KEYS += ("temperature", "top_p", "top_k", "min_p", "logprobs_of")
+KEYS += ("reward_weights", "environment", "max_turns", "stop_strings")
 # options that an algorithm decides, and their values if it does not
 OF_ALGORITHM: dict[str, Any] = {
     "clip_ratio": 0.2,
@@ -39,11 +42,16 @@ class ReinforceConfig(AdapterOptions):
 
     data: tuple[str, ...] = ()
     """.jsonl files, with "prompt" or "messages" in every line, and what the task reads"""
-    # the function that rewards completions, MODULE:FUNCTION; it gets a line of the data and the
-    # texts
-    task: str = ""
+    # the function that rewards completions, MODULE:FUNCTION; the rewards of several are added
+    task: tuple[str, ...] | str = ()
+    reward_weights: tuple[float, ...] = ()  # one for each --task; none: 1
+    # the function that answers a turn of the model, MODULE:FUNCTION; none: a completion is one turn
+    environment: str | None = None
+    max_turns: int = 8  # of the model in a conversation with an --environment
     group: int = 8  # completions per prompt
-    max_new_tokens: int = 64  # per completion, at most
+    # per completion, at most, with those of an --environment
+    max_new_tokens: int = 64
+    stop_strings: tuple[str, ...] = ()  # texts that end a completion, or a turn
     temperature: float = 1.0  # of rollouts, more than 0
     top_p: float = 1.0  # rollouts: draw among the fewest tokens that have this share together
     top_k: int = 0  # rollouts: draw among the most likely so many tokens; 0: all
@@ -84,10 +92,10 @@ class ReinforceConfig(AdapterOptions):
     # steps between those whose completions are all written to rollouts.jsonl; 0: none; none: a
     # hundredth of all steps
     rollouts_every: int | None = None
-    # seconds that a call of the task may take; 0: no limit
+    # seconds that a call of the task or the environment may take; 0: no limit
     reward_timeout: float = 600.0
-    # a call of the task that fails or takes too long: stop, with a checkpoint of the last step, or
-    # skip the completions
+    # a call that fails or takes too long: stop, with a checkpoint of the last step, or skip the
+    # completions
     reward_errors: Literal["stop", "skip"] = "stop"
     eval_batches: int = 8  # validation: at most so many times the prompts of a step
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -131,13 +139,21 @@ class ReinforceConfig(AdapterOptions):
             raise UserError(
                 f"--rollouts-every must be 0 for none, or more, got {self.rollouts_every}"
             )
-        for name in ("group", "max_new_tokens", "updates", "rollout_batch"):
+        for name in ("group", "max_new_tokens", "max_turns", "updates", "rollout_batch"):
             least = 2 if name == "group" else 1
             if getattr(self, name) < least:
                 raise UserError(
                     f"--{name.replace('_', '-')} must be at least {least}, got "
                     f"{getattr(self, name)}"
                 )
+        n = len(self.tasks)
+        if len(self.weights) != n or not np.isfinite(self.weights).all():
+            weights = " ".join(map(str, self.weights))
+            raise UserError(
+                f"--reward-weights must be {n} numbers, one for each --task, got {weights}"
+            )
+        if "" in self.stop_strings:
+            raise UserError("a text of --stop-strings is empty: give at least one character")
         if self.temperature == 0:
             raise UserError(
                 "--temperature 0 draws the same completion again and again, from which nothing is "
@@ -170,6 +186,21 @@ class ReinforceConfig(AdapterOptions):
         options = OF_ALGORITHM | algorithm.options
         options |= {name: value for name, value in given.items() if value is not None}
         return replace(self, **options)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The names of the reward functions."""
+        return (self.task,) if isinstance(self.task, str) else self.task or ("",)
+
+    @property
+    def task_option(self) -> Any:
+        """The option as checkpoints have it: one name is no list."""
+        return self.tasks[0] if len(self.tasks) == 1 else self.tasks
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each of `tasks`."""
+        return self.reward_weights or (1.0,) * len(self.tasks)
 
     def sampling(self) -> Sampling:
         """Return how rollouts are drawn. Raises ValueError for a value out of range."""

@@ -26,13 +26,20 @@ from ..tuning.rows import rows_of
 class Prompt:
     """One line of the data.
 
-    ids: its tokens.  fields: the whole line, for the reward.  is_chat: it is a conversation.
+    ids: its tokens.  fields: the whole line, for the reward.  conversation: that it is, or None.
     """
 
     where: str  # file and line
     ids: list[int]
     fields: dict[str, Any]
-    is_chat: bool = False
+    conversation: Conversation | None = None
+
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """Return it as messages; a text is the user's."""
+        if self.conversation is not None:
+            return list(self.conversation.asked)
+        return [{"role": "user", "content": self.fields.get("prompt", "")}]
 
 
 def read_prompts(
@@ -49,7 +56,7 @@ def read_prompts(
                 ids = conversation.prompt(tokenizer, template)
             else:
                 ids = tokenizer.encode_prompt(record.text("prompt"))
-            prompts.append(Prompt(record.where, ids, record.fields, conversation is not None))
+            prompts.append(Prompt(record.where, ids, record.fields, conversation))
         if len(prompts) == before:
             raise UserError(f"{file} has no prompts: give a file that is not empty")
     return prompts
@@ -63,6 +70,7 @@ class Prompts:
     skipped: those left out, because they are too long.
     group: completions per prompt.
     stop: the tokens that end a completion.
+    template: of conversations.
     """
 
     split = "documents"
@@ -79,6 +87,7 @@ class Prompts:
         tokenizer: Tokenizer,
         group: int,
         stop: frozenset[int],
+        template: ChatTemplate | None = None,
     ):
         self.name = name
         self.files = files
@@ -88,6 +97,7 @@ class Prompts:
         self.val = val
         self.group = group
         self.stop = stop
+        self.template = template
         self.documents = len(train) + len(val)
         self.vocab_size = tokenizer.vocab_size
         self.token_lengths = tokenizer.token_lengths

@@ -1,8 +1,9 @@
 """Reinforcement learning: the rollouts, the step, and the run.
 
 A step has three parts. The engine (serving/engine.py) draws completions with the model that is
-trained: the same object, the same memory, in the same process. The task rewards them. Then come
---updates optimizer steps over them, with the loss of the --algorithm (surrogate.py, grpo.py).
+trained: the same object, the same memory, in the same process; with an --environment in several
+turns (episodes.py). The task rewards them (rewards.py). Then come --updates optimizer steps over
+them, with the loss of the --algorithm (surrogate.py, grpo.py).
 
 With --exact, rollouts and training compute in batch-invariant mode: both give the same bits for the
 log-probability of a token. So the ratio of the first update is exactly 1 and the KL between the two
@@ -30,9 +31,10 @@ Random numbers of a completion follow from the seed, the number of its prompt in
 number in the group. So a resumed run draws the same completions.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,7 +56,6 @@ from ..nn import functional as F
 from ..nn.autograd import Tensor, no_grad
 from ..nn.model import Transformer
 from ..serving.engine import Engine
-from ..serving.requests import Completion
 from ..training.run import Run, StepAbandoned, StepResult, each_array
 from ..training.single_device import SingleDevice
 from ..training.single_process import SingleProcess
@@ -64,12 +65,14 @@ from ..tuning.finetune import model_source, train_from
 from ..tuning.rows import rows_of
 from ..tuning.templates import chosen_texts
 from .algorithms import find_algorithm
+from .calls import CallError, Interrupted, Limits
+from .environment import Environment, Turns
+from .episodes import NotANumber, Player
 from .options import PreparedConfig, ReinforceConfig
 from .prompts import Prompt, Prompts, read_prompts
-from .rewards import Interrupted, RewardError, Task
+from .rewards import Group, Task, names_of, reward
 from .surrogate import Rewarded, Surrogate, surrogate
 
-EQUAL_REWARDS = 1e-6  # differ by at most this
 LOGGED_STEPS = 100  # in rollouts.jsonl over a run, about
 
 
@@ -77,7 +80,7 @@ class Rollouts(NamedTuple):
     """Completions of this rank's prompts, one a row. All arrays: (batch / ranks, longest of the
     batch).
 
-    ids, targets: prompt and completion; the targets of the prompt are -100.
+    ids, targets: prompt and completion; the targets of what the model has not drawn are -100.
     drawn: the log-probability of each token when it was drawn.
     advantages: of each token.
     weights: (batch / ranks,) of each token of a completion, in the sum that is the loss.
@@ -93,20 +96,6 @@ class Rollouts(NamedTuple):
     weights: Any = None
     reference: Any = None
     kept: Any = None
-
-
-class Group(NamedTuple):
-    """A prompt, its completions, and their rewards: (G,) float64, NaN where there is none."""
-
-    prompt: Prompt
-    completions: list[Completion]
-    rewards: np.ndarray
-
-    @property
-    def is_equal(self) -> bool:
-        """Are all rewards equal, so that an algorithm learns nothing from comparing them?"""
-        rewards = self.rewards[np.isfinite(self.rewards)]
-        return not rewards.size or float(np.ptp(rewards)) <= EQUAL_REWARDS
 
 
 class ReinforceRun(Run):
@@ -126,9 +115,9 @@ class ReinforceRun(Run):
         c = self.config
         device = self.model.device
         self.algorithm = find_algorithm(c.algorithm)
-        self.task = Task(c.task)
+        self.tasks = [Task(name) for name in c.tasks]
         self.stop = self.corpus.stop
-        self.failures: list[str] = []  # of the task, in this step
+        self.failures: list[str] = []  # of the tasks and the environment, in this step
         max_batch = min(c.rollout_batch, c.batch // self.ranks.world)
         # of the log-probabilities
         self.sampling = c.sampling() if c.logprobs_of == "sampled" else UNCHANGED
@@ -138,6 +127,14 @@ class ReinforceRun(Run):
             c.seq_len,
             batch_invariant=c.exact,
             logprobs_of="model" if self.sampling == UNCHANGED else "sampled",
+        )
+        turns = Turns(self.corpus.tokenizer, self.corpus.template, self.stop)
+        environment = None
+        if c.environment:
+            turns.check((*self.corpus.train, *self.corpus.val))
+            environment = Environment(c.environment)
+        self.player = Player(
+            self.engine, turns, c.stop_strings, c.max_new_tokens, c.max_turns, environment
         )
         self.reference: Transformer | None = None
         if c.kl:
@@ -161,56 +158,61 @@ class ReinforceRun(Run):
         reference = {}
         if self.reference:
             reference = {"reference": self.reference_sha256}
-        return super().resume_options() | {"stop": sorted(self.stop)} | adapter | reference
+        own = {"stop": sorted(self.stop), "task": self.config.task_option}
+        return super().resume_options() | own | adapter | reference
 
     # ------------------------------------------------------------------------- rollouts
-    def generate(self, prompts: list[Prompt], **options: Any) -> list[Completion]:
-        """Draw completions of each prompt, one prompt after the other. Raises UserError if logits
-        are NaN."""
-        self.parallel.report_progress()
-        ids = [x.ids for x in prompts]
-        max_new_tokens = self.config.max_new_tokens
-        completions = self.engine.generate(ids, max_new_tokens, stop=self.stop, **options)
-        if any(x.reason == "nan" for x in completions):
+    @property
+    def limits(self) -> Limits:
+        """Of a call of the user's functions."""
+        return Limits(self.config.reward_timeout, self.overdue)
+
+    def failed(self, error: CallError) -> None:
+        """Note the error of a call. Raises it if it must end the run."""
+        if self.config.reward_errors == "stop":
+            raise error
+        if str(error) not in self.failures:
+            say(f"warning: {error}; its completions are skipped")
+        self.failures.append(str(error))
+
+    def rewarded(
+        self,
+        prompts: list[Prompt],
+        failed: Callable[[CallError], None],
+        n: int = 1,
+        **options: Any,
+    ) -> list[Group]:
+        """Return n episodes of each prompt, and their rewards. Raises calls.Interrupted, and
+        UserError if logits are NaN.
+
+        failed: is told about errors of calls; it may raise.
+        options: as of Player.play.
+        """
+        try:
+            episodes = self.player.play(prompts, self.limits, failed, n, **options)
+        except NotANumber:
             raise UserError(
                 f"the model's logits are NaN after step {self.done}: resume from an earlier "
-                "checkpoint with a smaller --lr "
-                "(--resume --allow-change lr)"
-            )
-        return completions
+                "checkpoint with a smaller --lr (--resume --allow-change lr)"
+            ) from None
+        groups = [Group(x, episodes[i * n : (i + 1) * n]) for i, x in enumerate(prompts)]
+        reward(groups, self.tasks, self.config.weights, self.done + 1, self.limits, failed)
+        return groups
 
-    def text(self, completion: list[int]) -> str:
-        """Return a completion without the token that ended it."""
-        ended = completion[-1:] and completion[-1] in self.stop
-        return self.corpus.tokenizer.decode(completion[:-1] if ended else completion)
-
-    def rewards(
-        self, prompts: list[Prompt], completions: list[Completion], group: int
-    ) -> np.ndarray:
-        """Return the rewards, (prompts, group) float64, NaN where there is none. Every rank must
-        call it. Raises StepAbandoned, on every rank."""
-        c = self.config
-        texts = [self.text(x) for x in completions]
-        rows = np.full((len(prompts), group), np.nan)
+    @contextlib.contextmanager
+    def on_every_rank(self) -> Iterator[None]:
+        """Raise StepAbandoned on every rank if calls fail inside on one of them."""
+        self.parallel.report_progress()
         problem = None
-        for i, prompt in enumerate(prompts):
-            its_texts = texts[i * group : (i + 1) * group]
-            try:
-                rows[i] = self.task.rewards(prompt, its_texts, c.reward_timeout, self.overdue)
-            except Interrupted:
-                problem = ("the run was to stop while rewards were computed", True)
-            except RewardError as error:
-                self.failures.append(str(error))
-                if c.reward_errors == "stop":
-                    problem = (str(error), False)
-                else:
-                    say(f"warning: {error}; its completions are skipped")
-            if problem:
-                break
+        try:
+            yield
+        except Interrupted:
+            problem = ("the run was to stop while rewards were computed", True)
+        except CallError as error:
+            problem = (str(error), False)
         problems = [x for x in self.ranks.gather(problem) if x]
         if problems:
             raise StepAbandoned(*problems[0])
-        return rows
 
     def next_batch(self) -> Rollouts:
         """Draw completions and reward them. Raises StepAbandoned; the next call draws the same."""
@@ -237,20 +239,18 @@ class ReinforceRun(Run):
                 groups[i] = group
         self.rollout_numbers = self.numbers_of(drawn_groups)
         rewards = np.array([x.rewards for x in groups])
-        rows = [(x.prompt, completion) for x in groups for completion in x.completions]
-        examples = [[example(*row)] for row in rows]
+        episodes = [episode for x in groups for episode in x.episodes]
+        examples = [[x.example()] for x in episodes]
         ids, targets, _ = rows_of(examples, max(len(x.ids) - 1 for (x,) in examples))
-        drawn = np.zeros(ids.shape, np.float32)
-        for i, (prompt, completion) in enumerate(rows):
-            start = len(prompt.ids) - 1
-            drawn[i, start : start + len(completion)] = [x for x, _ in completion.logprobs or ()]
-            truncated = c.mask_truncated and completion.reason != "stop"
+        drawn = np.array([x.drawn_row(ids.shape[1]) for x in episodes])
+        for i, x in enumerate(episodes):
+            truncated = c.mask_truncated and x.reason != "stop"
             if truncated or np.isnan(rewards.flat[i]):
                 targets[i] = IGNORE
         self.tokens = ids.size * self.ranks.world
         batch = self.with_constants(Rollouts(ids, targets, drawn))
         batch = self.with_advantages(batch, rewards)
-        self.log_rollouts(rows, rewards.ravel(), batch)
+        self.log_rollouts(groups, batch)
         return batch
 
     def draw(self) -> list[Group]:
@@ -258,39 +258,40 @@ class ReinforceRun(Run):
         c, loader = self.config, self.loader
         first = loader.position + loader.rank * (loader.B // loader.world)
         prompts = [self.corpus.train[loader.order(e)[w]] for e, w in loader.next_windows()]
-        completions = self.generate(
-            prompts,
-            **vars(c.sampling()),
-            seed=[seed_of(c.seed, first + i) for i in range(len(prompts))],
-            logprobs=0,
-            n=c.group,
-        )
         self.failures = []
-        rewards = self.rewards(prompts, completions, c.group)
-        groups = [completions[i : i + c.group] for i in range(0, len(completions), c.group)]
-        return [Group(*row) for row in zip(prompts, groups, rewards)]
+        with self.on_every_rank():
+            return self.rewarded(
+                prompts,
+                self.failed,
+                c.group,
+                seed=lambda i, *turn: seed_of(c.seed, first + i, *turn),
+                logprobs=0,
+                **vars(c.sampling()),
+            )
 
     def numbers_of(self, groups: list[Group]) -> dict[str, float]:
         """Return the numbers of everything that was drawn in this step, on all ranks. Raises
         StepAbandoned if there is no reward."""
         c = self.config
-        completions = [completion for x in groups for completion in x.completions]
+        episodes = [episode for x in groups for episode in x.episodes]
         rewards = [x.rewards[np.isfinite(x.rewards)] for x in groups]
         sums = [
             np.concatenate(rewards).sum(),
-            sum(map(len, completions)),
+            sum(x.n_drawn for x in episodes),
             sum(x.is_equal for x in groups),
             sum(own.std() for own in rewards if own.size),
-            sum(x.reason != "stop" for x in completions),
-            -sum(logprob for x in completions for logprob, _ in x.logprobs or ()),
-            len(completions),
+            sum(x.reason != "stop" for x in episodes),
+            -sum(logprob for x in episodes for logprob in x.logprobs),
+            len(episodes),
             sum(own.size for own in rewards),
+            sum(x.turns for x in episodes),
         ]
-        total, tokens, equal, deviations, truncated, entropy, n, rewarded = self.ranks.sum(
+        total, tokens, equal, deviations, truncated, entropy, n, rewarded, turns = self.ranks.sum(
             [float(x) for x in sums]
         )
         if not rewarded:
-            why = f"the task {c.task} returned None for all: return a number for some of them"
+            names = ", ".join(c.tasks)
+            why = f"the task {names} returned None for all: return a number for some of them"
             if self.failures:
                 why = self.failures[-1]
             raise StepAbandoned(f"step {self.done + 1}: no completion has a reward: {why}")
@@ -306,16 +307,18 @@ class ReinforceRun(Run):
             numbers["without_reward"] = 1 - rewarded / n
         if c.dynamic_sampling > 1:
             numbers["drawn"] = n
+        if c.environment:
+            numbers["turns"] = turns / n
+        of_tasks = np.concatenate([x.of_tasks for x in groups], axis=1)
+        for name, own in zip(names_of(c.tasks), of_tasks):
+            total, count = self.ranks.sum([float(np.nansum(own)), float(np.isfinite(own).sum())])
+            if len(c.tasks) > 1:
+                numbers[f"rewards/{name}"] = total / max(count, 1)
         return numbers
 
-    def log_rollouts(
-        self,
-        rows: list[tuple[Prompt, Completion]],
-        rewards: np.ndarray,
-        batch: Rollouts,
-    ) -> None:
+    def log_rollouts(self, groups: list[Group], batch: Rollouts) -> None:
         """Keep the lines of rollouts.jsonl for this step, of all ranks, if it is one of those that
-        are logged. All arguments: of each completion."""
+        are logged. batch: their rows."""
         every = self.config.rollouts_every
         if every is None:
             every = max(1, self.config.steps // LOGGED_STEPS)
@@ -324,18 +327,13 @@ class ReinforceRun(Run):
         if not every or (step % every and step not in (1, self.config.steps)):
             return
         first = (batch.targets != IGNORE).argmax(1)
-        advantages = batch.advantages[np.arange(len(first)), first]
+        advantages = iter(batch.advantages[np.arange(len(first)), first].tolist())
         lines = [
-            {
-                "step": step,
-                "prompt": self.corpus.tokenizer.decode(prompt.ids),
-                "completion": self.text(completion),
-                "reward": None if np.isnan(reward) else float(reward),
-                "advantage": float(advantage),
-                "finish": completion.reason,
-                "tokens": len(completion),
-            }
-            for (prompt, completion), reward, advantage in zip(rows, rewards, advantages)
+            {"step": step, "prompt": self.corpus.tokenizer.decode(group.prompt.ids)}
+            | line
+            | {"advantage": next(advantages)}
+            for group in groups
+            for line in group.lines(names_of(self.config.tasks))
         ]
         self.rollout_lines = [line for lines in self.ranks.gather(lines) for line in lines]
 
@@ -468,8 +466,9 @@ class ReinforceRun(Run):
         c, r = self.config, self.ranks
         prompts = self.corpus.val[: c.eval_batches * (c.batch // c.group)]
         mine = prompts[r.rank :: r.world]
-        completions = self.generate(mine) if mine else []
-        rewards = self.rewards(mine, completions, 1)
+        with self.on_every_rank():
+            groups = self.rewarded(mine, self.failed)
+        rewards = np.array([x.rewards for x in groups])
         total, n = r.sum([float(np.nansum(rewards)), float(np.isfinite(rewards).sum())])
         reward = total / max(n, 1)
         self.val_loss = self.done, -reward
@@ -480,14 +479,16 @@ class ReinforceRun(Run):
         """Return the most likely completion of the first prompt that is held out, and its
         reward."""
         prompt = self.corpus.val[0]
-        (completion,) = self.generate([prompt])
-        text = self.corpus.tokenizer.decode([*prompt.ids, *completion])
-        limit = self.config.reward_timeout
-        try:
-            (reward,) = self.task.rewards(prompt, [self.text(completion)], limit, self.overdue)
-        except (RewardError, Interrupted) as error:  # training continues
-            return f"{text}\nno reward: {error}"
-        return f"{text}\nreward {reward:g}"
+
+        def failed(error: CallError) -> None:
+            raise error
+
+        try:  # on one rank; training continues
+            (group,) = self.rewarded([prompt], failed)
+        except (CallError, Interrupted) as error:
+            return f"{self.corpus.tokenizer.decode(prompt.ids)}\nno reward: {error}"
+        text = self.corpus.tokenizer.decode(group.episodes[0].tokens)
+        return f"{text}\nreward {group.rewards[0]:g}"
 
 
 def digest_of(model: Transformer) -> str:
@@ -496,16 +497,10 @@ def digest_of(model: Transformer) -> str:
     return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
-def seed_of(seed: int, number: int) -> int:
-    """Return the seed of the rollouts of the run's `number`-th prompt; Engine.generate gives each
-    completion of it a stream."""
-    return int(np.random.default_rng([seed % 2**64, number]).integers(2**63))
-
-
-def example(prompt: Prompt, completion: list[int]) -> Example:
-    """Return prompt and completion; the completion is trained."""
-    ids = np.array([*prompt.ids, *completion], np.int32)
-    return Example(prompt.where, ids, np.arange(len(ids)) >= len(prompt.ids))
+def seed_of(seed: int, *numbers: int) -> int:
+    """Return the seed of the rollouts of the run's prompt of this number, whose completions get
+    random streams of it by Engine.stream; or of prompt, completion and later turn."""
+    return int(np.random.default_rng([seed % 2**64, *numbers]).integers(2**63))
 
 
 # ----------------------------------------------------------------------------- a whole run
@@ -520,7 +515,10 @@ def prepare(config: ReinforceConfig, ranks: SingleProcess) -> tuple[PreparedConf
         reference = Path(c.reference)
         c = replace(c, reference=str(ranks.on_rank_0(lambda: model_folder(reference, say))))
     c = c.with_algorithm(find_algorithm(c.algorithm))
-    Task(c.task)  # raises UserError before anything is read
+    for name in c.tasks:  # raises UserError before anything is read
+        Task(name)
+    if c.environment:
+        Environment(c.environment)
     if c.batch and c.batch % (c.group * ranks.world):
         factors = f"--group {c.group}"
         if ranks.world > 1:
@@ -573,9 +571,9 @@ def _read(c: ReinforceConfig, folder: Path, room: int) -> Prompts:
     name = ", ".join(Path(file).name for file in c.data)
     files = len(c.data) + len(c.val_data)
     stop = texts.answer_stop
-    if any(x.is_chat for x in (*train, *val)):
+    if any(x.conversation for x in (*train, *val)):
         stop = texts.chat_stop
-    return Prompts(name, files, train, val, skipped, texts.tokenizer, c.group, stop)
+    return Prompts(name, files, train, val, skipped, texts.tokenizer, c.group, stop, texts.template)
 
 
 def reinforce(

@@ -1,118 +1,204 @@
-"""The function that rewards completions: its calls, their time limit, and what it may return.
+"""Functions that reward completions: how they are called, and what they may return.
 
-A call is interrupted by a signal (SIGALRM), which also reaches a regular expression that backtracks
-without end, a sleep and a wait for another process; code in C that checks no signals is not
-interrupted. Without that signal (Windows), and elsewhere than on the main thread, there is no
-limit. A function that sets an alarm replaces it.
+Two forms, which the names of the parameters tell apart:
+
+    def reward(record, completions):                    once for each prompt: a line of the data
+        return [number, ...]                            and the texts of its completions
+
+    def reward(prompts, completions, answer, **more):   once for all completions of a step, as TRL
+        return [number, ...]                            calls it: each field of the data is a list
+
+The second has a parameter `prompts` or `**anything`, and no `record`. Both also get, if they have
+parameters of these names,
+
+    completion_ids   the tokens of each completion, with those of an environment
+    finish_reasons   why each ended (serving/requests.py; "turns": at --max-turns)
+    messages         each whole conversation, with the prompt
+    step             of the run, counted from 1
+
+Both return one number for each completion, or None: this function says nothing about it. An
+`async def` of the first form is called for all prompts at the same time.
 """
 
-import contextlib
+import copy
+import inspect
 import math
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from ..errors import UserError
-from ..options import described, find_function, one_line
+import numpy as np
+
+from ..options import one_line
+from .calls import Call, CallError, Limits, UserFunction
+from .episodes import Episode
 from .prompts import Prompt
 
-TICK = 0.2  # seconds between two looks at the clock
+EXTRAS = ("completion_ids", "finish_reasons", "messages", "step")
+EQUAL_REWARDS = 1e-6  # differ by at most this
 
 
-class RewardError(UserError):
-    """A call that failed: the message names the function and the prompt."""
+@dataclass
+class Group:
+    """The completions of a prompt, and their rewards, NaN where there is none.
 
-
-class TooLong(BaseException):
-    """The call has reached its time limit. (Not an Exception: a reward function may catch those.)"""
-
-
-class Interrupted(BaseException):
-    """The run must stop and cannot wait for the call."""
-
-
-class Task:
-    """The function MODULE:FUNCTION. It is called with the line of a prompt and the texts of its
-    completions, and returns one number for each; None: the completion has no reward, and is not
-    trained:
-
-        def reward(record: dict, completions: list[str]) -> list[float | None]
-
-    Modules in the current folder are found too. Raises UserError if there is no such function.
+    of_tasks: (tasks, G) float64.  rewards: (G,), their weighted sum.
     """
 
+    prompt: Prompt
+    episodes: list[Episode]
+    of_tasks: np.ndarray = field(default_factory=lambda: np.empty(0))
+    rewards: np.ndarray = field(default_factory=lambda: np.empty(0))
+
+    @property
+    def is_equal(self) -> bool:
+        """Are all rewards equal, so that an algorithm learns nothing from comparing them?"""
+        rewards = self.rewards[np.isfinite(self.rewards)]
+        return not rewards.size or float(np.ptp(rewards)) <= EQUAL_REWARDS
+
+    def extras(self, step: int) -> dict[str, Any]:
+        """Return what a function may ask for by name: EXTRAS."""
+        episodes = self.episodes
+        return {
+            "completion_ids": [list(x.ids) for x in episodes],
+            "finish_reasons": [str(x.reason) for x in episodes],
+            "messages": [copy.deepcopy(x.messages) for x in episodes],
+            "step": step,
+        }
+
+    def completions(self) -> list[Any]:
+        """Return texts, or of a prompt that is a conversation lists of the messages after it."""
+        if self.prompt.conversation is None:
+            return [x.text for x in self.episodes]
+        n = len(self.prompt.asked)
+        return [copy.deepcopy(x.messages[n:]) for x in self.episodes]
+
+    def lines(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield what rollouts.jsonl says about each completion. names: of the tasks."""
+        number = lambda reward: None if np.isnan(reward) else float(reward)
+        for i, x in enumerate(self.episodes):
+            line: dict[str, Any] = {"completion": x.text, "reward": number(self.rewards[i])}
+            if len(names) > 1:
+                line["rewards"] = dict(zip(names, map(number, self.of_tasks[:, i])))
+            yield line | {"finish": x.reason, "turns": x.turns, "tokens": x.n_drawn}
+
+
+class Task(UserFunction):
+    """One reward function, MODULE:FUNCTION."""
+
+    kind = "task"
+    option = "--task"
+    example = "my_task:reward"
+
     def __init__(self, name: str):
-        self.name = name
-        self.function = find_function("--task", name, "my_task:reward")
+        super().__init__(name)
+        try:
+            parameters = inspect.signature(self.function).parameters
+        except ValueError:  # of a function in C
+            parameters = {}  # type: ignore[assignment]
+        self.any_name = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+        self.parameters = frozenset(parameters)
+        self.batched = "record" not in parameters and (self.any_name or "prompts" in parameters)
 
     def rewards(
-        self,
-        prompt: Prompt,
-        completions: Sequence[str],
-        seconds: float = 0.0,
-        overdue: Callable[[], bool] = lambda: False,
-    ) -> list[float]:
-        """Return one reward for each completion, NaN for None. Raises RewardError if the function
-        fails or returns something else, and Interrupted.
+        self, groups: Sequence[Group], step: int, limits: Limits
+    ) -> Iterator[list[float] | CallError]:
+        """Yield the rewards of each group, NaN for None, or the error of its call. Raises
+        Interrupted."""
+        if self.batched and groups:
+            yield from self._of_a_batch(groups, step, limits)
+            return
+        calls = [self._call(group, step) for group in groups]
+        for group, found in zip(groups, self.results(calls, limits)):
+            yield self._checked(found, len(group.episodes), group.prompt.where)
 
-        seconds: that it may take; 0: no limit.
-        overdue: must the run stop at once?
-        """
-        say = f"the task {self.name} {{}} for {prompt.where}: fix the function"
-        try:
-            with time_limit(seconds, overdue):
-                found = self.function(dict(prompt.fields), list(completions))
-                if isinstance(found, Iterator):  # a generator or a map: it computes when it is read
-                    found = list(found)
-        except TooLong:
-            what = f"took more than {seconds:g} s (--reward-timeout)"
-            raise RewardError(say.format(what)) from None
-        except SystemExit as error:
-            raise RewardError(say.format(f"called sys.exit({error.code!r})")) from error
-        except Exception as error:
-            raise RewardError(say.format(f"raised {described(error)}")) from error
+    def _accepted(self, named: dict[str, Any]) -> dict[str, Any]:
+        return {x: value for x, value in named.items() if self.any_name or x in self.parameters}
+
+    def _call(self, group: Group, step: int) -> Call:
+        arguments = (dict(group.prompt.fields), [x.text for x in group.episodes])
+        return Call(group.prompt.where, arguments, self._accepted(group.extras(step)))
+
+    def _of_a_batch(
+        self, groups: Sequence[Group], step: int, limits: Limits
+    ) -> Iterator[list[float] | CallError]:
+        prompts = [group.prompt for group in groups for _ in group.episodes]
+        columns = dict.fromkeys(name for x in prompts for name in x.fields)
+        named: dict[str, Any] = {name: [x.fields.get(name) for x in prompts] for name in columns}
+        named["prompts"] = [x.asked if x.conversation else x.fields.get("prompt") for x in prompts]
+        named["completions"] = [x for group in groups for x in group.completions()]
+        extras = [group.extras(step) for group in groups]
+        for name in EXTRAS[:-1]:
+            named[name] = [x for of_group in extras for x in of_group[name]]
+        named["step"] = step
+        where = groups[0].prompt.where
+        if len(groups) > 1:
+            where += " and the other prompts of the step"
+        (found,) = self.results([Call(where, (), self._accepted(named))], limits)
+        checked = self._checked(found, len(prompts), where)
+        start = 0
+        for group in groups:
+            if isinstance(checked, CallError):
+                yield checked
+            else:
+                yield checked[start : start + len(group.episodes)]
+            start += len(group.episodes)
+
+    def _checked(self, found: Any, n: int, where: str) -> list[float] | CallError:
+        """Return n rewards, or the error of a function that has returned anything else."""
+        if isinstance(found, CallError):
+            return found
         try:
             rewards = [math.nan if x is None else float(x) for x in found]
         except (TypeError, ValueError, OverflowError):
             what = f"returned {one_line(repr(found))}, not a list of numbers,"
-            raise RewardError(say.format(what)) from None
-        if len(rewards) != len(completions):
-            what = f"returned {len(rewards)} rewards for {len(completions)} completions"
-            raise RewardError(say.format(what))
+            return self.failure(what, where)
+        if len(rewards) != n:
+            return self.failure(f"returned {len(rewards)} rewards for {n} completions", where)
         for reward, returned in zip(rewards, found):
             if returned is not None and not math.isfinite(reward):
-                raise RewardError(say.format(f"returned the reward {reward}"))
+                return self.failure(f"returned the reward {reward}", where)
         return rewards
 
 
-@contextlib.contextmanager
-def time_limit(seconds: float, overdue: Callable[[], bool]) -> Iterator[None]:
-    """Raise TooLong inside after `seconds` (0: never), Interrupted once overdue() is true."""
-    main = threading.current_thread() is threading.main_thread()
-    if not (main and hasattr(signal, "setitimer")):
-        yield
-        return
-    start = time.monotonic()
-    inside = True
+def reward(
+    groups: Sequence[Group],
+    tasks: Sequence[Task],
+    weights: Sequence[float],
+    step: int,
+    limits: Limits,
+    failed: Callable[[CallError], None],
+) -> None:
+    """Fill in the rewards of the groups. Raises calls.Interrupted.
 
-    def tick(number, frame):
-        if inside and seconds and time.monotonic() - start >= seconds:
-            raise TooLong
-        if inside and overdue():
-            raise Interrupted
+    weights: of each task.   step: of the run.   limits: of a call.
+    failed: is told about errors; it may raise. What they are about has no reward.
+    """
+    of_tasks = [np.full((len(tasks), len(group.episodes)), np.nan) for group in groups]
+    for k, task in enumerate(tasks):
+        for group, rewards, found in zip(groups, of_tasks, task.rewards(groups, step, limits)):
+            if isinstance(found, CallError):
+                failed(found)
+                for episode in group.episodes:
+                    episode.failed = True
+            else:
+                rewards[k] = found
+    for group, rewards in zip(groups, of_tasks):
+        rewards[:, [x.failed for x in group.episodes]] = np.nan
+        group.of_tasks = rewards
+        group.rewards = weighted_sum(rewards, weights)
 
-    handler = signal.signal(signal.SIGALRM, tick)
-    before, interval = signal.setitimer(signal.ITIMER_REAL, TICK, TICK)
-    try:
-        try:
-            yield
-        finally:
-            inside = False
-    finally:  # also if a tick has come before that statement; the next one is TICK later
-        inside = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if before:  # another timer was running
-            left = max(before - (time.monotonic() - start), 1e-3)
-            signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+def weighted_sum(rewards_F: np.ndarray, weights: Sequence[float]) -> np.ndarray:
+    """Return the sum over the first axis; a NaN counts as 0, unless all of the functions say NaN.
+
+    rewards_F: (functions, ...) float64.   weights: one per function.
+    """
+    weighted = np.tensordot(np.array(weights, np.float64), np.nan_to_num(rewards_F), 1)
+    return np.where(np.isnan(rewards_F).all(0), np.nan, weighted)
+
+
+def names_of(tasks: Sequence[str]) -> list[str]:
+    """Return short names of MODULE:FUNCTION for logs: those of the functions, if they differ."""
+    short = [name.partition(":")[2] for name in tasks]
+    return short if len(set(short)) == len(short) else list(tasks)

@@ -31,6 +31,7 @@ from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
 from ..json_files import listed
 from ..serving.requests import Request, check_ids, make_requests, make_scoring_requests
+from ..serving.tool_calls import form_of
 from .api import (
     ChatRequest,
     CompletionRequest,
@@ -45,7 +46,7 @@ from .grammars import Grammars, Guide
 from .messages import CountRequest, MessagesRequest
 from .reasoning import PLAIN, Reading, Reasoning
 from .responses import ResponsesRequest
-from .tools import ToolUse, form_of, use_of
+from .tools import ToolUse, use_of
 
 SMALL = 1 << 14  # bytes of a body that a thread of this process prepares
 SECONDS = 30  # for a larger one, in another process

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ..formats.texts import Texts
+from ..serving.tool_calls import FORMS, JsonObject
 from .answers import Chat
 from .engine_client import Piece
 from .reasoning import Reading, ReasoningStream, beginning_at_end
-from .tools import FORMS, ToolUse
+from .tools import ToolUse
 
 Delta = dict[str, Any]
 LETTERS = string.ascii_letters + string.digits
@@ -103,33 +104,6 @@ class ToolStream:
         taken = self.text[:n]
         self.text = self.text[n:]
         return taken
-
-
-class JsonObject:
-    """Finds the end of a JSON object that arrives in pieces.   complete: it has been found"""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.in_string = False
-        self.escaped = False
-        self.complete = False
-
-    def end_in(self, text: str) -> int:
-        """Return how many characters of the next piece belong to it."""
-        for i, character in enumerate(text):
-            if self.in_string:
-                self.in_string = self.escaped or character != '"'
-                self.escaped = character == "\\" and not self.escaped
-            elif character == '"':
-                self.in_string = True
-            elif character in "{[":
-                self.depth += 1
-            elif character in "}]":
-                self.depth -= 1
-                if not self.depth:
-                    self.complete = True
-                    return i + 1
-        return len(text)
 
 
 class SequenceReader:

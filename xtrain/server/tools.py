@@ -1,22 +1,15 @@
-"""Functions that a model may call: the fields of a body, and the forms in which models write calls.
+"""Functions that a model may call: the fields of a body, and the grammar of calls.
 
-The form of a model is that of its chat template:
-
-hermes          <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>       Qwen, Hermes
-llama           {"name": "f", "parameters": {...}}; {...}                         Llama 3.1, 3.2
-mistral         [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]             Mistral to 2024
-mistral_args    [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]...                           Mistral since 2025
-
-A grammar (grammars.py) holds the model to it: with tool_choice "required" or a name from the first
-token on, with "auto" from the token that begins a call; not so for llama, where none does. With
-"auto" and a form for the text (structured.py) the answer is calls or a document of that form. So
-the arguments are valid by the function's schema. Keywords that grammars do not support are ignored
-unless the function is `strict`, as OpenAI does it: then the body is refused.
+A grammar (grammars.py) holds the model to the form of its calls (serving/tool_calls.py): with
+tool_choice "required" or a name from the first token on, with "auto" from the token that begins a
+call; not so for llama, where none does. With "auto" and a form for the text (structured.py) the
+answer is calls or a document of that form. So the arguments are valid by the function's schema.
+Keywords that grammars do not support are ignored unless the function is `strict`, as OpenAI does
+it: then the body is refused.
 """
 
 import contextlib
 import json
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -25,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
+from ..serving.tool_calls import FORMS, MARKS, Form
 from .grammars import Guide, json_rule, literal_rule, special_marks
 from .structured import Part
 
@@ -96,85 +90,7 @@ class Call(BaseModel):
 ToolChoice = Literal["none", "auto", "required"] | Chosen
 
 
-# ----------------------------------------------------------------------------- forms of calls
-@dataclass(frozen=True)
-class Form:
-    """How a model writes calls.
-
-    open, close: around all calls.  before, after: around the arguments of each; NAME stands for the
-    function's name.  between: two calls.  trigger: the text that begins the first call; "": a call
-    is the whole answer.
-    head, tail: patterns for what a model may write as `before` and `after`; head.group(1) is the
-    name.
-    """
-
-    before: str
-    after: str
-    between: str
-    head: re.Pattern[str]
-    tail: re.Pattern[str]
-    open: str = ""
-    close: str = ""
-    trigger: str = ""
-    id_length: int = 24
-
-
-_NAMED = r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"%s"\s*:\s*(?=\{)'
-FORMS = {
-    "hermes": Form(
-        before='<tool_call>\n{"name": "NAME", "arguments": ',
-        after="}\n</tool_call>",
-        between="\n",
-        head=re.compile(r"\s*<tool_call>\s*" + _NAMED % "arguments"),
-        tail=re.compile(r"\s*\}\s*</tool_call>"),
-        trigger="<tool_call>",
-    ),
-    "llama": Form(
-        before='{"name": "NAME", "parameters": ',
-        after="}",
-        between="; ",
-        head=re.compile(r"[\s;]*" + _NAMED % "(?:parameters|arguments)"),
-        tail=re.compile(r"\s*\}"),
-    ),
-    "mistral": Form(
-        open="[TOOL_CALLS] [",
-        before='{"name": "NAME", "arguments": ',
-        after="}",
-        between=", ",
-        close="]",
-        head=re.compile(r"\s*(?:\[TOOL_CALLS\]\s*\[|,)\s*" + _NAMED % "arguments"),
-        tail=re.compile(r'\s*(?:,\s*"id"\s*:\s*"[^"]*"\s*)?\}(?:\s*\])?'),
-        trigger="[TOOL_CALLS]",
-        id_length=9,  # its template refuses others
-    ),
-    "mistral_args": Form(
-        before="[TOOL_CALLS]NAME[ARGS]",
-        after="",
-        between="",
-        head=re.compile(r"\s*\[TOOL_CALLS\]\s*([\w.-]+)\[ARGS\]\s*(?=\{)"),
-        tail=re.compile(""),
-        trigger="[TOOL_CALLS]",
-        id_length=9,
-    ),
-}
-MARKS = re.compile(r"(</?tool_call>|\[TOOL_CALLS\]|\[ARGS\])")
-
-
-def form_of(template: str) -> str:
-    """Return the key in FORMS of a model with this chat template. Raises UserError if there is
-    none."""
-    if "[TOOL_CALLS]" in template:
-        return "mistral_args" if "[ARGS]" in template else "mistral"
-    if "<tool_call>" in template and "<function=" not in template:
-        return "hermes"
-    if "ipython" in template and '"parameters"' in template:
-        return "llama"
-    raise UserError(
-        "the model's chat template shows no tools, or calls in a form that is not supported: leave "
-        f"tools out, or use a model with one of {', '.join(FORMS)}"
-    )
-
-
+# ----------------------------------------------------------------------------- a request
 @dataclass(frozen=True)
 class ToolUse:
     """What an answer may call, for the code that reads it.
@@ -195,7 +111,6 @@ class ToolUse:
         return MARKS.findall(form.open + form.before + form.after)
 
 
-# ----------------------------------------------------------------------------- a request
 def use_of(
     tools: list[Tool],
     choice: ToolChoice,

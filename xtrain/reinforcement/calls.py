@@ -1,0 +1,162 @@
+"""Calls of a user's function: one after the other or, of an `async def`, all at the same time; their
+time limit, and what is said when one fails.
+
+A call is interrupted by a signal (SIGALRM), which also reaches a regular expression that backtracks
+without end, a sleep and a wait for another process; code in C that checks no signals is not
+interrupted. Without that signal (Windows), and elsewhere than on the main thread, there is no
+limit. A function that sets an alarm replaces it.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import UserError
+from ..options import described, find_function
+
+TICK = 0.2  # seconds between two looks at the clock
+GRACE = 1.0  # seconds that calls at the same time may take to end after their limit
+
+
+class CallError(UserError):
+    """A call that failed: the message names the function and the prompt."""
+
+
+class TooLong(BaseException):
+    """The call has reached its time limit. (Not an Exception: a user's function may catch those.)"""
+
+
+class Interrupted(BaseException):
+    """The run must stop and cannot wait for the call."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call.   where: file and line of what it is about."""
+
+    where: str
+    arguments: tuple[Any, ...] = ()
+    named: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """seconds: that a call may take; 0: no limit.   overdue: must the run stop at once?"""
+
+    seconds: float = 0.0
+    overdue: Callable[[], bool] = lambda: False
+
+
+class UserFunction:
+    """The function MODULE:FUNCTION that an option names. Modules in the current folder are found
+    too. Raises UserError if there is no such function.
+
+    kind: what messages call it.   option, example: for the message.
+    """
+
+    kind = "function"
+    option = ""
+    example = ""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.function = find_function(self.option, name, self.example)
+        call = getattr(self.function, "__call__", None)  # noqa: B004 (of an object, it may be async)
+        self.is_async = any(map(inspect.iscoroutinefunction, (self.function, call)))
+
+    def results(self, calls: Sequence[Call], limits: Limits) -> Iterator[Any]:
+        """Yield what each call returns, or its CallError. Raises Interrupted."""
+        if self.is_async:
+            yield from self._together(calls, limits)
+        else:
+            for call in calls:
+                yield self._alone(call, limits)
+
+    def failure(self, what: str, where: str) -> CallError:
+        """Return the error of a call. what: it did."""
+        return CallError(f"the {self.kind} {self.name} {what} for {where}: fix the function")
+
+    def _alone(self, call: Call, limits: Limits) -> Any:
+        try:
+            with time_limit(limits):
+                found = self.function(*call.arguments, **call.named)
+                if isinstance(found, Iterator):  # a generator or a map: it computes when it is read
+                    found = list(found)
+                return found
+        except (Exception, SystemExit, TooLong) as error:
+            return self._failed(error, call, limits)
+
+    def _together(self, calls: Sequence[Call], limits: Limits) -> list[Any]:
+        async def guarded(call: Call) -> Any:
+            try:
+                return await self.function(*call.arguments, **call.named)
+            except (Exception, SystemExit, TooLong) as error:
+                return self._failed(error, call, limits)
+
+        async def limited(call: Call) -> Any:
+            task = asyncio.ensure_future(guarded(call))
+            done, _ = await asyncio.wait([task], timeout=limits.seconds or None)
+            if done:
+                return task.result()
+            task.cancel()
+            return self._failed(TooLong(), call, limits)
+
+        async def all_of_them() -> list[Any]:
+            return await asyncio.gather(*map(limited, calls))
+
+        later = Limits(limits.seconds and limits.seconds + GRACE, limits.overdue)
+        try:
+            with time_limit(later):  # a call that does not await
+                return asyncio.run(all_of_them())
+        except TooLong as error:
+            return [self._failed(error, call, limits) for call in calls]
+
+    def _failed(self, error: BaseException, call: Call, limits: Limits) -> CallError:
+        if isinstance(error, TooLong):
+            what = f"took more than {limits.seconds:g} s (--reward-timeout)"
+        elif isinstance(error, SystemExit):
+            what = f"called sys.exit({error.code!r})"
+        else:
+            assert isinstance(error, Exception)
+            what = f"raised {described(error)}"
+        failure = self.failure(what, call.where)
+        failure.__cause__ = error
+        return failure
+
+
+@contextlib.contextmanager
+def time_limit(limits: Limits) -> Iterator[None]:
+    """Raise TooLong inside when the time is over, Interrupted once overdue() is true."""
+    main = threading.current_thread() is threading.main_thread()
+    if not (main and hasattr(signal, "setitimer")):
+        yield
+        return
+    start = time.monotonic()
+    inside = True
+
+    def tick(number, frame):
+        if inside and limits.seconds and time.monotonic() - start >= limits.seconds:
+            raise TooLong
+        if inside and limits.overdue():
+            raise Interrupted
+
+    handler = signal.signal(signal.SIGALRM, tick)
+    before, interval = signal.setitimer(signal.ITIMER_REAL, TICK, TICK)
+    try:
+        try:
+            yield
+        finally:
+            inside = False
+    finally:  # also if a tick has come before that statement; the next one is TICK later
+        inside = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if before:  # another timer was running
+            left = max(before - (time.monotonic() - start), 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
