@@ -611,8 +611,9 @@ print(lesson.records.machine(measured))
 # %% [markdown]
 # ## The library's kernel
 #
-# No new kernel is needed to verify: for the model, the drafts of a sequence are rows of a decoding batch that share a block table
-# ([lesson 24](24_paged_cache.ipynb)). Your 36.1 and 36.3 in the library:
+# A step that verifies has the launches of a plain one: for the model, the drafts of a sequence are rows of a decoding
+# batch that share a block table ([lesson 24](24_paged_cache.ipynb)). Only attention must know it: the keys of the rows before
+# are not in the cache yet, so it computes them itself. Your 36.1 and 36.3 in the library:
 
 # %%
 from xtrain.serving import speculation

@@ -247,7 +247,10 @@ def serving(dtype):
             qkv = draw(A, (H + 2 * G) * D, dtype=dtype)
             more = (history + 5, tables, *cos_sin, *norm, 1e-6, 0.2)
             decode_attention(qkv, k, v, *more)
-            decode_attention(qkv, k, v, *more, append=False)
+            previous = cp.arange(-1, A - 1, dtype=np.int32)  # one sequence
+            one = cp.tile(tables[:1], (A, 1))
+            rows = history[0] + cp.arange(A, dtype=np.int32)
+            decode_attention(qkv, k, v, rows, one, *more[2:], previous_B=previous)
     for N, K, M in itertools.product((1, 2, 3, 8, 16, 32), (32, 256, 1056, 5632), (2, 70, 514)):
         x = draw(N, K, dtype=dtype)
         w = draw(M, K, dtype=dtype)

@@ -100,7 +100,7 @@ def decode(full, dtype, B, H, D, codes=False):
     more = dict(scales_RGS2=scales)
     decode_attention.decode_attention(*arrays, 1e-6, 0.1, cache_ready=True, **more)
     if B == 1:  # drafts
-        decode_attention.decode_attention(*arrays, 1e-6, 0.1, append=False, **more)
+        decode_attention.decode_attention(*arrays, 1e-6, 0.1, previous_B=i32(-1), **more)
 
 
 def read_codes(full, D):

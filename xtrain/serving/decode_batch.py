@@ -24,7 +24,8 @@ class DecodeBatch:
     """
 
     # lengths: tokens in the cache.  step: tokens drawn so far.  penalty_slot, mask_slot: its list of
-    # penalties and its mask, -1: none.
+    # penalties and its mask, -1: none.  previous: entry of the sequence's token before, if that is in
+    # the same pass (verifying.py), else -1.
     COLUMNS: ClassVar[dict[str, type]] = {
         "seed": np.int64,
         "random_stream": np.int64,
@@ -37,6 +38,7 @@ class DecodeBatch:
         "penalty_slot": np.int32,
         "mask_slot": np.int32,
         "adapter": np.int32,
+        "previous": np.int32,
     }
 
     # the columns that a Request has too, and that stay as they are
@@ -62,6 +64,7 @@ class DecodeBatch:
         self.edges: Array = to_device(np.arange(B + 1, dtype=np.int32), device)
         self.device_name = device
         self.host["top_p"][:] = 1
+        self.host["previous"][:] = -1
         self.clear()
 
     @classmethod

@@ -42,7 +42,6 @@ from ..kernels.rope import rope_frequencies, rope_tables
 from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty, zeros
 from ..machine import free_memory
-from ..nn import functional as F
 from ..nn.autograd import inference
 from ..nn.model import Transformer
 from ..nn.sequences import RotaryTables, Sequences
@@ -286,20 +285,25 @@ class PagedCache:
         )
 
     def decode(
-        self, lengths_B: Array, tables_BM: Array, edges_E: Array, drafted: bool = False
+        self,
+        lengths_B: Array,
+        tables_BM: Array,
+        edges_E: Array,
+        previous_B: Array | None = None,
     ) -> "CachedSequences":
         """Return B sequences with one new token each.
 
         lengths: tokens in the cache; below 0: an idle entry.
         edges: (B + 1,): 0, 1, 2, ...
-        drafted: entries may be successive tokens of one sequence, each with a length of its own.
+        previous: the entry of the token before, if entries are successive tokens of one sequence,
+        each with a length of its own; -1: that token is in the cache. None: all are.
 
         All arrays are int32 on the device. The host does not read them, so a CUDA graph can capture
         the step.
         """
         B = len(lengths_B)
         places = None
-        if drafted or (is_batch_invariant() and not self.decodes_exactly):  # once for all layers
+        if is_batch_invariant() and not self.decodes_exactly:  # once for all layers
             places = token_positions(edges_E, B, lengths_B, tables_BM, self.S)
         return self._sequences(
             B=B,
@@ -311,7 +315,7 @@ class PagedCache:
             tables_AM=tables_BM,
             wanted_W=None,
             one=True,
-            drafted=drafted,
+            previous_B=previous_B,
             blocks_U=None,
         )
 
@@ -337,7 +341,7 @@ class CachedSequences(Sequences):
     edges, history, tables: see kernels/decoding/padding.py.
     wanted: rows whose logits are needed; None: all.
     one: every sequence has exactly one new token.
-    drafted: several of them may be one sequence, so all keys are written before one is read.
+    previous: see PagedCache.decode.
     blocks: all that the tables name, each once, if the cache has codes.
     cache: a PagedCache.
     calls: counts the attentions of the forward pass; all copies of this object share it.
@@ -352,7 +356,7 @@ class CachedSequences(Sequences):
     blocks_U: Array | None
     cache: Any
     calls: Iterator[int]
-    drafted: bool = False
+    previous_B: Array | None = None
 
     def _placed(self):
         if self.places is not None:
@@ -368,13 +372,8 @@ class CachedSequences(Sequences):
             return super().attend(qkv_NP, q_w_D, k_w_D, H, G, eps, scale)
         layer = self.cache.layers[next(self.calls)]
         norms = (None, None) if q_w_D is None else (q_w_D.value, k_w_D.value)
-        if self.drafted:
-            tables = self.cos_PR, self.sin_PR, H, G, self.T, eps, self.positions_N
-            _, k_NGD, v_NGD = F.qk_norm_rope(qkv_NP, q_w_D, k_w_D, *tables)
-            blocks_N, offsets_N, _ = self._placed()
-            self.cache.append(layer, k_NGD.data, v_NGD.data, blocks_N, offsets_N)
-        # Otherwise the launch before is the QKV product: it writes neither cache nor lengths, so
-        # both may be read before it has ended.
+        # The launch before is the QKV product: it writes neither cache nor lengths, so both may be
+        # read before it has ended.
         return Tensor(
             decode_attention(
                 qkv_NP.data,
@@ -387,10 +386,10 @@ class CachedSequences(Sequences):
                 *norms,
                 eps,
                 scale,
-                not self.drafted,
+                True,
                 self.window,
                 layer.scales,
-                not self.drafted,
+                self.previous_B,
             ),
         )
 

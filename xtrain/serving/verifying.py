@@ -7,7 +7,8 @@ second ones, and so on, sequences with longer drafts first:
     position   0   0   0   1   1   2          so the rows of a position are successive
 
 For the model they are a decode batch (decode_batch.py) in which several entries have the same
-blocks. Each layer writes the keys and values of all rows before it reads any. The logits are a CUDA
+blocks, and the launches are those of a plain step with as many rows: attention computes the keys and
+values of a row's predecessors itself, which it finds by the column `previous`. The logits are a CUDA
 graph, whose rows are a power of two. Drawing is not: it is launched while the graph runs. Penalties
 and counts are those of a slot, so with penalties the positions are drawn one after the other, and a
 row whose draft turns out to be wrong has no slot.
@@ -80,9 +81,10 @@ class Verifier:
     def logits(self, size: int) -> tuple[Array]:
         """Compute the logits of the first rows: what a CUDA graph records."""
         batch = self.batch
-        lengths = batch.first(size)["lengths"]
+        columns = batch.first(size)
         tables = batch.device_tables[:size], batch.edges[: size + 1]
-        sequences = self.runner.cache.decode(lengths, *tables, drafted=True)
+        cache = self.runner.cache
+        sequences = cache.decode(columns["lengths"], *tables, columns["previous"])
         model = self.runner.model
         return (model.logits(model.hidden(batch.ids[:size], sequences)).data,)
 
@@ -135,6 +137,10 @@ class Verifier:
         lengths = [row.request.length - 1 + row.place for row in rows]
         numbers = [len(row.request.completion) + row.place for row in rows]
         batch.write_counters(list(range(n)), lengths, numbers)
+        number_of = {(row.request, row.place): i for i, row in enumerate(rows)}
+        previous = [number_of.get((row.request, row.place - 1), -1) for row in rows]
+        batch.host["previous"][:n] = previous
+        batch.host["previous"][n:] = -1
         batch.host["lengths"][n:] = -1
         batch.host_tables[n:size] = -1
         batch.state.upload()

@@ -327,29 +327,40 @@ def test_step_by_step_is_the_whole_prompt_at_once(few_warps, norm, scaling):
             np.testing.assert_allclose(to_host(o)[0], want[0, t].reshape(-1), atol=1e-5)
 
 
+def related_rows(args, first, n):
+    """Let the first n rows of a case be positions first, first + 1, ... of one sequence, in any order. -> the arguments
+    of each row alone, in the order of positions, those of all, `previous`"""
+    qkv, k, v, lengths, tables, *more = args
+    lengths[:n] = first + np.arange(n)
+    tables[:n] = tables[0]
+    tables[:n, 1] = len(k) - 1  # unused
+    order = rng(3).permutation(len(qkv))
+    row_of = np.argsort(order)
+    previous = np.full(len(qkv), -1, np.int32)
+    previous[row_of[1:n]] = row_of[: n - 1]
+    alone = [(qkv[[i]], k, v, lengths[[i]], tables[[i]], *more) for i in range(len(qkv))]
+    return alone, (qkv[order], k, v, lengths[order], tables[order], *more), order, previous
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
-def test_successive_tokens_of_one_sequence_in_one_launch(few_warps, dtype):
-    """Their keys are in the cache: the bits of one launch after the other. Rows that append would race."""
-    qkv, k, v, _, tables, *more = case([15, 3, 3], 2, 1, 16, 32, dtype, True)
-    tables = np.tile(tables[:1], (3, 1))
-    tables[:, 1] = 6  # unused
-    caches = [to_kernel(k), to_kernel(v)]
+def test_successive_tokens_of_one_sequence_in_one_launch(short_splits, few_warps, dtype):
+    """The bits of one launch after the other, in any order of the rows, which have keys of two splits. Without `previous`
+    they would race."""
+    args = case([15] + [3] * 9 + [5], 2, 1, 16, 32, dtype, True)
+    alone, together, order, previous = related_rows(args, 15, 10)
+    caches = [to_kernel(x) for x in args[1:3]]
     put = lambda x: to_kernel(x) if isinstance(x, np.ndarray) else x
-    one_by_one = []
-    for row in range(3):
-        own = to_kernel(qkv[[row]]), *caches, to_kernel(int32([15 + row])), put(tables[[row]])
-        one_by_one.append(to_host(decode_attention(*own, *map(put, more))))
-    written = [to_host(x).copy() for x in caches]
-    together = to_kernel(qkv), *caches, to_kernel(int32([15, 16, 17])), put(tables)
-    together = *together, *map(put, more)
-    assert np.array_equal(
-        to_host(decode_attention(*together, append=False)), np.concatenate(one_by_one)
-    )
+    rows = [decode_attention(put(row[0]), *caches, *map(put, row[3:])) for row in alone]
+    one_by_one = np.concatenate([to_host(x) for x in rows])
+    o, *written = run(together, to_kernel, previous_B=put(previous))
+    assert np.array_equal(o, one_by_one[order])
     assert all(same_bytes(to_host(x), y) for x, y in zip(caches, written))
+    near = run(together, np.array, previous_B=previous)[0]
+    np.testing.assert_allclose(o.astype(np.float32), near.astype(np.float32), atol=0.03)
     if not GPU:
         with pytest.raises(KernelError, match="race"):
-            decode_attention(*together)
+            run(together, to_kernel)
 
 
 def test_against_pytorch():

@@ -16,7 +16,7 @@ from checks import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decode_attention import BF16, case, few_warps, int32, widened
+from test_decode_attention import BF16, case, few_warps, int32, related_rows, widened
 
 from xtrain.kernels.attention import decode_attention as file
 from xtrain.kernels.attention import decode_attention_loops as loops
@@ -66,6 +66,28 @@ def check(args, **more):
     assert_as_good(got[0], o64, single[0], floor=4e-3)
     same_codes(got[1:], single[1:])
     return got
+
+
+@pytest.mark.long
+def test_successive_tokens_of_one_sequence_in_one_launch(monkeypatch):
+    """The bits of one launch after the other. By one block: several would write the same codes at the same time."""
+    monkeypatch.setattr(file, "MULTIPROCESSORS", 1)
+    config = file.Config(4, 1, 16, 32, prefetched=16)
+    monkeypatch.setattr(file, "choose", lambda *_: config)
+    make_decode_kernel.cache_clear()
+    *args, scales = code_case([15, 3, 3, 5], 2, 1, 32, 32)
+    alone, together, order, previous = related_rows(args, 15, 3)
+    caches = [to_kernel(x) for x in (*args[1:3], scales)]
+    put = lambda x: to_kernel(x) if isinstance(x, np.ndarray) else x
+    rows = [
+        decode_attention(put(row[0]), *caches[:2], *map(put, row[3:]), scales_RGS2=caches[2])
+        for row in alone
+    ]
+    one_by_one = np.concatenate([to_host(x) for x in rows])
+    o, *written = run((*together, scales), to_kernel, previous_B=put(previous))
+    make_decode_kernel.cache_clear()
+    assert np.array_equal(o, one_by_one[order])
+    assert all(np.array_equal(to_host(x), y, equal_nan=True) for x, y in zip(caches, written))
 
 
 def same_codes(a, b):

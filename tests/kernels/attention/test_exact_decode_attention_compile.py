@@ -10,7 +10,7 @@ __all__ = ["nvvm"]
 
 def test_it_compiles(nvvm, monkeypatch):
     found = signatures(monkeypatch, launch_all)
-    assert len(found) == 3
+    assert len(found) == 6
     for kernel, signature in found:
         for ptx in compiled(monkeypatch, kernel, signature, CARDS_BF16[-2:]).values():
             sizes = re.findall(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]", ptx)

@@ -38,6 +38,11 @@ written long before: while the GEMM that produces qkv still runs, a block prefet
 Finding them takes two dependent reads, the length and an entry of the table, so the blocks prefetch
 all tables before they know the lengths.
 
+Rows may be successive tokens of one sequence (speculative decoding): `previous` names the row of the
+token before, with the same table. Then a block computes the keys and values of all rows that its
+split has, and writes them to the cache. Several blocks write the same bits to the same place, and each
+reads what it has written itself, so none waits for another.
+
     bf16        tensor cores, compute capability 8.0 and up; also for a cache of codes (kv_codes.py)
     float32     without them                                  both in decode_attention_loops.py
 Bytes moved: read 2 (t + 1) G D elements of the cache per token, 2 (t + 1) G (D + 4) bytes of codes;
@@ -148,8 +153,8 @@ def decode_attention_ref(
     window=0,
     scales_RGS2=None,
 ):
-    """decode_attention in NumPy -> o (B, C). Appends to the caches in place. Computes in qkv's
-    dtype, at least in float32."""
+    """decode_attention in NumPy -> o (B, C), whatever rows belong together. Appends to the caches in
+    place. Computes in qkv's dtype, at least in float32."""
     R, G, S, D = k_RGSD.shape
     H = qkv_BP.shape[1] // D - 2 * G
     o_BHD = np.zeros((len(tables_BM), H, D), qkv_BP.dtype)
@@ -163,10 +168,13 @@ def decode_attention_ref(
     v_NGD = values_of(qkv, H, G, D)
     for i, b in enumerate(live_B):
         t = lengths_B[b]
-        blocks = tables_BM[b, : t // S + 1]
-        if 0 <= blocks[-1] < R:
+        block = tables_BM[b, t // S]
+        if 0 <= block < R:
             new = (x[i].astype(qkv_BP.dtype) for x in (k_NGD, v_NGD))
-            write_token_ref(k_RGSD, v_RGSD, scales_RGS2, blocks[-1], t % S, *new)
+            write_token_ref(k_RGSD, v_RGSD, scales_RGS2, block, t % S, *new)
+    for i, b in enumerate(live_B):
+        t = lengths_B[b]
+        blocks = tables_BM[b, : t // S + 1]
         if not ((blocks >= 0) & (blocks < R)).all():
             o_BHD[b] = np.nan
             continue
@@ -225,7 +233,7 @@ def make_combine(D, HEADS, WARPS):
 
 @functools.cache
 def make_decode_kernel(
-    D, S, GROUP, half, normalise, overlap, ready, config, WINDOW=0, CODES=False, APPEND=True
+    D, S, GROUP, half, normalise, overlap, ready, config, WINDOW=0, CODES=False, RELATED=False
 ):
     """Return the kernel, the heads of a partial result, the passes over the keys of a group.
 
@@ -237,7 +245,7 @@ def make_decode_kernel(
     primitives/ptx.py).
     ready: lengths, tables and the cache may be read before that.
     CODES: k and v are codes, in bf16 only, and scales their scales; otherwise scales is not used.
-    APPEND: write the new keys and values; otherwise they are in the cache.
+    RELATED: rows may be successive tokens of one sequence.
     """
     HEADS = heads_of(half, GROUP)
     LIVE = min(HEADS, GROUP)  # heads whose results are kept
@@ -253,6 +261,7 @@ def make_decode_kernel(
     element = types.uint16 if half else float32
     early = overlap and ready  # keys are prefetched before qkv is there
     new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise, CODES)
+    related_heads = parts.make_related_heads(D, S, GROUP, WARPS, normalise, CODES)
     if half:
         attend = make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOW > 0, CODES)
     else:
@@ -299,7 +308,9 @@ def make_decode_kernel(
             for chunk in range(CHUNKS):
                 owner = item.split == item.splits - 1 and chunk == 0 and own < batch.R
                 h0 = chunk * HEADS
-                new_heads(shared.q, cache, inputs, places, t, h0, owner and APPEND)
+                new_heads(shared.q, cache, inputs, places, t, h0, owner and not RELATED)
+                if RELATED and chunk == 0:
+                    related_heads(cache, inputs, pages, batch, item)
                 cuda.syncthreads()  # the queries, and the new key and value in the cache
                 attend(shared, cache, pages, item.lo, item.hi, t + 1 - WINDOW, scale * LOG2E)
                 cuda.syncthreads()  # the results of all warps
@@ -321,6 +332,7 @@ def make_decode_kernel(
         qkv,
         lengths_B,
         tables,
+        previous_B,
         q_w_D,
         k_w_D,
         cos,
@@ -352,7 +364,7 @@ def make_decode_kernel(
         partials = Partials(partial, m_partial, l_partial, counters)
         cache = Cache(k, v, scales)
         inputs = Inputs(qkv, q_w_D, k_w_D, cos, sin, eps)
-        batch = Batch(tables, B, G, M, R)
+        batch = Batch(tables, previous_B, B, G, M, R)
         shared = Shared(q_s, acc_s, m_s, l_s, weight_s, last_s)
         schedule = Schedule(first_s, t_s)
         if overlap:
@@ -382,7 +394,7 @@ def decode_attention(
     cache_ready: bool = False,
     window: int = 0,
     scales_RGS2: Array | None = None,
-    append: bool = True,
+    previous_B: Array | None = None,
 ) -> Array:
     """Append one token per sequence to the cache and return its attention, o (B, H D) like qkv.
 
@@ -393,9 +405,9 @@ def decode_attention(
     window: keys that a token sees, 0 for all.
     scales (R, G, S, 2): if given, k and v are uint8 codes and these their scales (kv_codes.py); on
     a GPU qkv is bf16 then, and D is at least 32.
-    append: False: the keys and values of all rows are in the cache already, so several rows may be
-    tokens of one sequence. (The reference and the kernel of batch-invariant mode write the same
-    bits again.)
+    previous (B,) int32: the row of the token before that of each row, of a sequence of which several
+    tokens are in the launch, one position after the other, with the same blocks; -1: it is in the
+    cache. None: all are. At most MOST_ROWS rows then.
     cache_ready: the previous kernel writes neither the cache nor lengths or tables, so they may be
     read before it ends.
 
@@ -411,6 +423,9 @@ def decode_attention(
     check(window >= 0, f"{op}: a window of {window} keys")
     R, G, S, D = k_RGSD.shape
     B, P = qkv_BP.shape
+    if previous_B is not None:
+        check_int32(op, "previous", previous_B, B)
+        check(B <= MOST_ROWS, f"{op}: {B} rows of related tokens, expected at most {MOST_ROWS}")
     M = tables_BM.shape[1]
     H = P // D - 2 * G
     if on_host(*arguments[:7], *weights, *([scales_RGS2] if codes else [])):
@@ -424,15 +439,15 @@ def decode_attention(
     if is_batch_invariant():
         check(not codes and fits_exactly(qkv_BP, D), f"{op}: no kernel in batch-invariant mode")
         inputs = qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos, sin, weights
-        return exact_decode_attention(o_BC, *inputs, eps, scale, cache_ready, window)
+        return exact_decode_attention(o_BC, *inputs, eps, scale, cache_ready, window, previous_B)
     group = H // G
     half = qkv_BP.dtype != np.float32
     config = choose(D, group, half, B * G)
     overlap = can_overlap(qkv_BP)
     seen = min(M * S, window + 15) if window else M * S
     splits = parts.splits_of(seen, config.keys, config.splits)
-    variant = D, S, group, half, bool(weights), overlap, cache_ready, config, window, codes, append
-    decode_kernel, heads, chunks = make_decode_kernel(*variant)
+    variant = D, S, group, half, bool(weights), overlap, cache_ready, config, window, codes
+    decode_kernel, heads, chunks = make_decode_kernel(*variant, previous_B is not None)
     norms = weights or (cos, cos)  # a kernel argument must not be None
     scales = cos if scales_RGS2 is None else scales_RGS2.reshape(-1)
     cache = k_RGSD.reshape(-1), v_RGSD.reshape(-1), scales
@@ -450,6 +465,7 @@ def decode_attention(
             qkv_BP[rows].reshape(-1),
             lengths_B[rows],
             tables_BM[rows].reshape(-1),
+            lengths_B[rows] if previous_B is None else previous_B,
             *norms,
             cos,
             sin,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...device import Array
+from ..decoding.kv_cache import make_block_table
 from ..decoding.kv_codes import make_store_codes
 from ..primitives.ptx import (
     device,
@@ -24,7 +25,7 @@ from ..primitives.ptx import (
 )
 from ..primitives.reduce import NEG_INF, warp_max, warp_sum
 from ..primitives.tensor_cores import exp2
-from ..runtime.compiler import cuda, float32, int64, rsqrtf, uint32
+from ..runtime.compiler import cuda, float32, int32, int64, rsqrtf, uint32
 
 LOG2E = float32(math.log2(math.e))
 # keys of a split, about: four rounds of a warp, so that reading them outweighs its other work
@@ -87,6 +88,29 @@ class Partials(NamedTuple):
 def splits_of(S: int, keys: int, most: int) -> int:
     """Return the number of splits of a row of S tokens, at most `most`. keys: of a split, about"""
     return max(1, min(most, (S + keys // 2) // keys))
+
+
+@device
+def count_earlier(previous, b, t):
+    """Return how many tokens right before that of row b are in the launch, too. t: its position.
+
+    previous: the row of the token before that of each row; outside 0 .. B - 1: none.
+    """
+    n = int32(0)
+    row = int32(previous[b])
+    while row >= 0 and row < previous.size and n < t:
+        n = int32(n + 1)
+        row = int32(previous[row])
+    return n
+
+
+@device
+def earlier_row(previous, b, n):
+    """Return the row of the token n positions before that of row b."""
+    row = int32(b)
+    for _ in range(n):
+        row = int32(previous[row])
+    return row
 
 
 @device
@@ -232,6 +256,57 @@ def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE, CODES=False):
                 store_pairs(cache.v, at, new1, new2)
 
     return new_heads
+
+
+@functools.cache
+def make_related_heads(D, S, GROUP, WARPS, NORMALISE, CODES=False):
+    """Return related_heads(cache, inputs, pages, batch, item).
+
+    It writes those of the item's keys to the cache whose tokens are in the launch, and their values:
+    the row's own, and those of the rows before it in the sequence. Other blocks write the same bits.
+    """
+    load_pairs, load_angles, turn, _, _, PLANES = make_rope_pairs(D, NORMALISE)
+    store_codes = make_store_codes(D)
+    entry_of, start_of = make_block_table(S, D)
+    R = D // 2
+
+    @device
+    def store_head(x, scales, at, is_value, x1, x2):
+        if CODES:
+            store_codes(x, at, scales, 2 * (at // D) + is_value, x1, x2)
+        else:
+            for i in range(PLANES):
+                r = (cuda.threadIdx.x & 31) + 32 * i
+                if r < R:
+                    store1(x, at + r, x1[i])  # simulate: allow race, same_value_race because equal
+                    at2 = at + r + R
+                    store1(x, at2, x2[i])  # simulate: allow race, same_value_race because equal
+
+    @device
+    def related_heads(cache, inputs, pages, batch, item):
+        x1 = cuda.local.array(PLANES, float32)
+        x2 = cuda.local.array(PLANES, float32)
+        c = cuda.local.array(PLANES, float32)
+        s = cuda.local.array(PLANES, float32)
+        width = int64(batch.G) * (GROUP + 2)  # heads of a row
+        lo = max(item.t - count_earlier(batch.previous, item.b, item.t), item.lo)
+        for i in range(cuda.threadIdx.x >> 5, 2 * (item.hi - lo), WARPS):
+            p = int64(lo + i // 2)
+            is_value = i % 2
+            entry = entry_of(pages, p)
+            at = start_of(entry, p, pages)
+            row = earlier_row(batch.previous, item.b, int32(item.t - p))
+            head = width * row + int64(batch.G) * (GROUP + is_value) + item.g
+            load_pairs(x1, x2, inputs.qkv, head * D)
+            load_angles(c, s, inputs.cos, inputs.sin, p)
+            if not is_value:
+                turn(x1, x2, x1, x2, inputs.k_w, c, s, inputs.eps)
+            if entry < pages.blocks and is_value:
+                store_head(cache.v, cache.scales, at, 1, x1, x2)
+            elif entry < pages.blocks:
+                store_head(cache.k, cache.scales, at, 0, x1, x2)
+
+    return related_heads
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ class Batch(NamedTuple):
     """The rows of a launch and the blocks of their tokens."""
 
     tables: Array  # (B, M), flat
+    previous: Array  # row of the token before that of each row, if it is in the launch
     B: int
     G: int
     M: int

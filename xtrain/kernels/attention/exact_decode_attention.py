@@ -27,7 +27,9 @@ A block is persistent and takes items (sequence, key head) i, i + grid, ... The 
 items pass through a ring of STAGES stages in shared memory, so copies run ahead from one item to
 the next. Its last warps only copy: the others' products wait for each other, and instructions
 between them would take longer than the products. The new token's key and value are not yet in the
-cache: the block computes them when an item begins, writes them to the cache and into the tile.
+cache: the block computes them when an item begins, writes them to the cache and into the tile. With
+rows of one sequence (`previous`) it also computes those of the earlier rows, and writes them into its
+tiles only: no block reads from the cache what another one of the launch writes.
 
 Shared memory: STAGES of (K, V) | Q | P in bf16.
 Bytes moved: as decode_attention.py.
@@ -42,7 +44,6 @@ import numpy as np
 from ...device import Array
 from ..decoding.kv_cache import Pages, make_block_table
 from ..primitives.flat import on_16_bytes
-from ..primitives.heads import head_plan, make_head_ops
 from ..primitives.hopper import bar_sync
 from ..primitives.ptx import device, kernel, let_next_start, store1, wait_for_previous
 from ..primitives.reduce import FULL, NEG_INF
@@ -56,60 +57,33 @@ from ..primitives.tensor_cores import (
     ldmatrix_trans,
     mma_bf16,
     pack_bf16,
-    store16,
-    store16_shared,
     store_pair_shared,
     warp_id,
 )
 from ..primitives.tiles import CHUNK, make_chunk_offset, make_left_lane, make_scores
-from ..primitives.words import load_words8
-from ..runtime.compiler import cuda, float32, int32, int64, rsqrtf, uint16, uint32
+from ..runtime.compiler import cuda, float32, int32, int64, uint16, uint32
 from ..runtime.launch import can_overlap, check, launch, multiprocessors
+from .decode_attention_parts import count_earlier
+from .exact_decode_attention_heads import (
+    MOST_HEADS,
+    STAGES,
+    Batch,
+    Inputs,
+    Item,
+    make_earlier_heads,
+    make_new_heads,
+)
 from .flash_attention_hopper_table import EXACT_STEP
 
 LOG2E = float32(math.log2(math.e))
 LOWEST = float32(-1e30)  # initial maximum; with -inf, -inf - -inf would be NaN
 NAN = np.float32(np.nan)
-STAGES = 3  # 128 KB of keys and values in flight per multiprocessor at D = 128
 AHEAD = STAGES - 2  # tiles that may be in flight when one is computed
 BLOCKS = {64: 3, 128: 1}  # per multiprocessor, by D: as many as shared memory holds
-MOST_HEADS = 16  # query heads of an item: the rows of a tensor-core tile
 PAD = 8  # floats between the rows of P in float32
 # Words of a small array. The dynamic shared memory begins behind the static arrays, and ldmatrix's
 # tiles need a multiple of 256 bytes (tiles.py): so every static array is one.
 ROUNDED = 64
-
-
-class Batch(NamedTuple):
-    """The rows of a launch and where their tokens are."""
-
-    lengths: Array
-    tables: Array  # (B, M), flat
-    B: int
-    G: int
-    M: int
-    R: int  # blocks of the cache
-
-
-class Item(NamedTuple):
-    """The queries h0, h0 + 1, ... of one key head of one sequence."""
-
-    b: int
-    g: int
-    h0: int
-    t: int  # position of the new token; -1: idle
-    lo: int  # the first key that it sees
-
-
-class Inputs(NamedTuple):
-    """What the heads of the new tokens are computed from, flat."""
-
-    qkv: Array
-    q_w: Array  # of QK-norm
-    k_w: Array
-    cos: Array
-    sin: Array
-    eps: float
 
 
 def threads(D: int) -> int:
@@ -140,9 +114,9 @@ def make_tiles(D, S, WINDOW):
     item_of(number, batch, chunks) -> Item
     look_up(entries, pages, n0, item)
         entries[i] = that of the table for keys n0 + 16 i, ...; 0 where none is needed
-    copy_tile(smem, stage, k, v, entries, pages, n0, item)
-        start to copy keys and values n0 .. n0 + BN - 1 into a stage; zeros for the new token's and
-        those before the first key. entries: of look_up
+    copy_tile(smem, stage, k, v, entries, pages, n0, item, old)
+        start to copy keys and values n0 .. n0 + BN - 1 into a stage; zeros from key `old` on and
+        for those before the first key. entries: of look_up
     exist(entries, pages)
         whether all these blocks exist
     """
@@ -176,7 +150,7 @@ def make_tiles(D, S, WINDOW):
                 entries[i] = entry_of(pages, first)
 
     @device
-    def copy_tile(smem, stage, k, v, entries, pages, n0, item):
+    def copy_tile(smem, stage, k, v, entries, pages, n0, item, old):
         tid = int32(cuda.threadIdx.x) - 2 * BN
         row = int32(tid // CHUNKS)  # of 8 rows
         chunk = int32(tid % CHUNKS)
@@ -185,7 +159,7 @@ def make_tiles(D, S, WINDOW):
             source = start_of(entries[i], n0 + 16 * i + row, pages) + chunk * CHUNK
             for half in range(2):
                 key = int32(n0 + 16 * i + 8 * half + row)
-                inside = key < item.t and key >= item.lo
+                inside = key < old and key >= item.lo
                 to = target + (16 * i + 8 * half) * D
                 at = source + 8 * half * D
                 cp_async16(smem, to, k, at, inside)
@@ -199,92 +173,6 @@ def make_tiles(D, S, WINDOW):
         return worst < pages.blocks
 
     return item_of, look_up, copy_tile, exist
-
-
-@functools.cache
-def make_new_heads(D, GROUP, NORMALISE):
-    """Return new_heads(smem, stage, k, v, inputs, item, G, row, to, exists).
-
-    It writes the item's queries to shared memory, and the new key and value to row `row` of the
-    stage and, if `exists`, to the cache from element `to` on.
-    """
-    BN = EXACT_STEP[D]
-    THREADS = 2 * BN
-    STAGE = 2 * BN * D
-    Q = STAGES * STAGE
-    R = D // 2
-    CHUNKS = D // CHUNK
-    HEADS = min(GROUP, MOST_HEADS)
-    SHARE = head_plan(1, D, CHUNK, 32).S  # threads of a head
-    ops = make_head_ops(1, D, CHUNK, head_plan(1, D, CHUNK, 32))
-    load = ops.load
-    load_words = ops.load_words
-    unpack = ops.unpack
-    pack = ops.pack
-    rotate = ops.rotate
-    total = ops.total
-    chunk_offset = make_chunk_offset(D)
-    INVERSE = 1 / D
-
-    @device
-    def new_heads(smem, stage, k, v, inputs, item, G, row, to, exists):
-        tid = int32(cuda.threadIdx.x)
-        cos = cuda.local.array(CHUNK, float32)
-        sin = cuda.local.array(CHUNK, float32)
-        w_2E = cuda.local.array((2, CHUNK), float32)
-        x_2E = cuda.local.array((2, CHUNK), float32)
-        x_2W = cuda.local.array((2, 4), uint32)
-        value = cuda.local.array(4, uint32)
-        unit = int32(tid // SHARE)  # the item's query heads, then the key head
-        r = int32((tid % SHARE) * CHUNK)
-        token = int64(item.b) * ((GROUP + 2) * G)
-        live = unit < HEADS and item.h0 + unit < GROUP
-        is_key = unit == HEADS
-        a = int32(item.g * GROUP + item.h0 + unit)
-        if not live:
-            a = int32(G * GROUP + item.g)
-        load_words(x_2W, inputs.qkv, (token + a) * D + r)
-        writes_value = tid >= THREADS - CHUNKS
-        if writes_value:
-            at = (token + G * (GROUP + 1) + item.g) * D + (tid - (THREADS - CHUNKS)) * CHUNK
-            load_words8(value, inputs.qkv, at)
-        load(cos, inputs.cos, int64(item.t) * R + r)
-        load(sin, inputs.sin, int64(item.t) * R + r)
-        if NORMALISE:
-            for i in range(2):
-                if live:
-                    load(w_2E[i], inputs.q_w, r + i * R)
-                else:
-                    load(w_2E[i], inputs.k_w, r + i * R)
-        cuda.syncwarp()  # no instruction: all loads are in flight before the first is used
-        unpack(x_2E, x_2W, inputs.qkv)
-        if NORMALISE:
-            acc = float32(0.0)
-            for i in range(2):
-                for j in range(CHUNK):
-                    acc += x_2E[i, j] * x_2E[i, j]
-            scale = rsqrtf(total(acc) * float32(INVERSE) + inputs.eps)
-            for i in range(2):
-                for j in range(CHUNK):
-                    x_2E[i, j] *= scale * w_2E[i, j]
-        rotate(x_2E, cos, sin)
-        pack(x_2W, x_2E, inputs.qkv)
-        if live:
-            for i in range(2):
-                store16_shared(smem, Q + chunk_offset(unit, (r + i * R) // CHUNK), x_2W[i])
-        if is_key:
-            for i in range(2):
-                chunk = (r + i * R) // CHUNK
-                store16_shared(smem, stage * STAGE + chunk_offset(row, chunk), x_2W[i])
-                if exists:
-                    store16(k, to + r + i * R, x_2W[i])
-        if writes_value:
-            chunk = tid - (THREADS - CHUNKS)
-            store16_shared(smem, stage * STAGE + BN * D + chunk_offset(row, chunk), value)
-            if exists:
-                store16(v, to + chunk * CHUNK, value)
-
-    return new_heads
 
 
 @functools.cache
@@ -383,12 +271,13 @@ def make_tile_sums(D, GROUP):
 
 
 @functools.cache
-def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
+def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0, RELATED=False):
     """Return the kernel. Launch with threads(D) and shared_bytes(D).
 
     S: tokens of a block of the cache.  GROUP: H / G.  normalise: QK-norm.
     overlap: the kernel may start before the previous one has ended.
     ready: lengths, tables and the cache may be read before that.
+    RELATED: rows may be successive tokens of one sequence.
     """
     BN = EXACT_STEP[D]
     WARPS = BN // 16
@@ -405,6 +294,7 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
     PADDING = MOST_HEADS * (D + BN)
     item_of, look_up, copy_tile, exist = make_tiles(D, S, WINDOW)
     new_heads = make_new_heads(D, GROUP, normalise)
+    earlier_heads = make_earlier_heads(D, GROUP, normalise)
     scores, weights, add_values, add_weights = make_tile_sums(D, GROUP)
     load_rows, _, _ = make_scores(D, 1, 2)
     _, start_of = make_block_table(S, D)
@@ -445,6 +335,13 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
         return number
 
     @device
+    def first_new(batch, item):
+        """Return the first position whose key is computed in this launch."""
+        if RELATED and item.t > 0:
+            return int32(item.t - count_earlier(batch.previous, item.b, item.t))
+        return item.t
+
+    @device
     def copy_all(smem, shared, k, v, batch, first, end, step):
         """What the last warps do: copy the tiles of all items, STAGES - 1 ahead of the products."""
         entries = cuda.local.array(PASSES, uint32)
@@ -452,6 +349,7 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
         item = item_of(min(number, int32(end - 1)), batch, CHUNKS)
         pages = pages_of(batch, item)
         n0 = int32(item.t // BN * BN)
+        old = first_new(batch, item)
         copied = int32(0)
         turn = int32(1 - STAGES)  # the tile that is computed; before tile 0, none
         if number < end:
@@ -467,7 +365,7 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
                     for i in range(PASSES):
                         if 16 * i <= item.t - n0:
                             shared.own[stage] = entries[i]
-                copy_tile(smem, stage, k, v, entries, pages, n0, item)
+                copy_tile(smem, stage, k, v, entries, pages, n0, item, old)
                 copied = int32(copied + 1)
                 n0 = int32(n0 - BN)
                 if n0 + BN <= item.lo or n0 < 0:
@@ -476,6 +374,7 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
                         item = item_of(number, batch, CHUNKS)
                         pages = pages_of(batch, item)
                         n0 = int32(item.t // BN * BN)
+                        old = first_new(batch, item)
                 if number < end:
                     look_up(entries, pages, n0, item)
             cp_async_commit()
@@ -497,6 +396,7 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
             item = item_of(number, batch, CHUNKS)
             pages = pages_of(batch, item)
             n0 = int32(item.t // BN * BN)
+            old = first_new(batch, item)
             exists = True
             total = float32(0.0)
             for n in range(2):
@@ -508,6 +408,9 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
             begins = True
             while n0 >= 0 and n0 + BN > item.lo:
                 bar_sync(2, ALL)  # the tile has arrived, and the one before has been read
+                if RELATED and old < item.t and old < n0 + BN:
+                    earlier_heads(smem, stage, inputs, item, batch, n0, old)
+                    bar_sync(1, THREADS)  # these keys and values
                 if begins:
                     own = shared.own[stage]
                     to = start_of(own, item.t, pages)
@@ -539,7 +442,7 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
 
     @kernel(ALL, BLOCKS[D])
     def exact_decode_attention_kernel(
-        o, k, v, qkv, lengths_B, tables, q_w_D, k_w_D, cos, sin, B, G, M, R, eps, scale
+        o, k, v, qkv, lengths_B, tables, previous_B, q_w_D, k_w_D, cos, sin, B, G, M, R, eps, scale
     ):
         """Compute items p, p + grid, ... with block p of any number. All arrays flat."""
         smem = cuda.shared.array(0, uint16)
@@ -550,7 +453,7 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
         own_s = cuda.shared.array(ROUNDED, uint32)
         shared = Shared(p_s, maxima_s, factors_s, exists_s, own_s)
         tid = int32(cuda.threadIdx.x)
-        batch = Batch(lengths_B, tables, int32(B), int32(G), int32(M), int32(R))
+        batch = Batch(lengths_B, tables, previous_B, int32(B), int32(G), int32(M), int32(R))
         inputs = Inputs(qkv, q_w_D, k_w_D, cos, sin, eps)
         if overlap:
             let_next_start()
@@ -576,7 +479,20 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
 
 
 def exact_decode_attention(
-    o_BC, qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos, sin, weights, eps, scale, ready, window
+    o_BC,
+    qkv_BP,
+    k_RGSD,
+    v_RGSD,
+    lengths_B,
+    tables_BM,
+    cos,
+    sin,
+    weights,
+    eps,
+    scale,
+    ready,
+    window,
+    previous_B,
 ) -> Array:
     """Fill o (B, H D) on a GPU. Arguments as in decode_attention, which has checked them.
 
@@ -588,12 +504,14 @@ def exact_decode_attention(
     check(on_16_bytes(qkv_BP, cos, sin, *weights), "decode_attention: unaligned arrays")
     overlap = can_overlap(qkv_BP)
     group = H // G
-    exact_kernel = make_exact_kernel(D, S, group, bool(weights), overlap, ready, window)
+    variant = D, S, group, bool(weights), overlap, ready, window
+    exact_kernel = make_exact_kernel(*variant, previous_B is not None)
     q_w, k_w = weights or (cos, cos)  # a kernel argument must not be None
     items = B * G * -(-group // MOST_HEADS)
     grid = min(items, BLOCKS[D] * multiprocessors(qkv_BP))
     arrays = [x.reshape(-1) for x in (o_BC, k_RGSD, v_RGSD, qkv_BP)]
-    arrays += [lengths_B, tables_BM.reshape(-1), q_w, k_w, cos, sin]
+    previous = lengths_B if previous_B is None else previous_B
+    arrays += [lengths_B, tables_BM.reshape(-1), previous, q_w, k_w, cos, sin]
     scalars = B, G, tables_BM.shape[1], R, np.float32(eps), np.float32(scale)
     block = threads(D)
     launch(exact_kernel, grid, block, *arrays, *scalars, shared=shared_bytes(D), overlap=overlap)
