@@ -594,7 +594,7 @@ for r in STEPS:
 # It is slower with one sequence, and in the best case 4 % faster. This is less than the first section of this lesson
 # suggests. The reason can be measured, too: leave stages out of the *table*, and time the rest. (The result is then
 # wrong, but the work is done.) Here a first version of the kernel, all 30 layers, one sequence, 128 keys, 132 blocks of
-# 256 threads, one H100:
+# 256 threads, one H100, as [the note](notes/one_kernel.md) has it:
 
 # %%
 ALONE = {  # microseconds of all layers, with only these stages in the table
@@ -650,10 +650,9 @@ print(f"{least:.2f} ms of hand-overs, of {STEPS[0]['ms']:.3f} ms per step")
 # activations. (Attention prefetches keys and values of earlier tokens.)
 #
 # In the first version a warp had 4 chunks of weights in flight. For gate/up and down that was half of a tile: a second round of loads came
-# after the wait, and its latency was added to the stage. That is why these two stages stand out among the products. Now a warp has up to
-# 8 chunks in flight, so that a tile is a single round: gate/up takes 113 instead of 127 µs, down 69 instead of 90, all stages
-# 432 instead of 469. And the first version arrived by an atomic addition that returns the old value, for which the thread waited; without it (`red` instead of `atom`)
-# all stages take 416.
+# after the wait, and its latency was added to the stage. That is why these two stages stand out among the products. The version that was
+# measured has up to 8 chunks in flight, so that a tile is a single round. And it arrives by an addition that does not return the old value
+# (`red` instead of `atom`), so no thread waits for it. ([The note](notes/one_kernel.md) has the times.)
 #
 # With all of that the one kernel comes close to the separate kernels, and passes them in one case of six. That is not worth a second kernel for every model,
 # so the engine decodes with separate kernels.
@@ -882,47 +881,20 @@ lesson.source(overlap.launch_resident)
 # %% [markdown]
 # ## What did not help
 #
-# The first version (469 µs for 132 blocks of 256 threads) in other shapes, on one H100:
-
-# %%
-OTHERS = {
-    "132 blocks of 256 threads": 469,
-    "at most 66 tasks per stage": 528,
-    "264 blocks of 128 threads": 560,
-    "132 blocks of 512 threads": 596,
-    "at most 32 tasks per stage": 732,
-}
-lesson.figures.bars(OTHERS, "µs, 30 layers")
-
-# %% [markdown]
 # *More blocks, or more threads.* Hand-overs get slower: more blocks must arrive at each counter, or more threads at each barrier.
 #
 # *Fewer tasks.* Fewer arrivals, but then fewer multiprocessors load weights.
 #
-# *Prefetching the weights of the next task into the L2 cache*, before a block begins its present one: 416 µs with it, and 416 without. The loads that are in flight during
-# the wait already hide the latency of memory; what remains is the hand-over.
+# *Prefetching the weights of the next task into the L2 cache*, before a block begins its present one. The loads that are in flight
+# during the wait already hide the latency of memory; what remains is the hand-over.
 #
-# *Words with a seal.* The release waits for the L2 cache, and the data are read only after the counter. So write each
-# number into a word of 8 bytes, next to the number of the round, its seal, and let every thread poll the words that it
-# needs: no fence, no counter, no second read. (NCCL's low-latency protocol, LL, does this.) Expected were 1.3 instead
-# of 2 µs:
-
-# %%
-print("µs per round        counter   sealed   one block alone: counter   sealed")
-for r in rounds:
-    s = lesson.record(f"bench_handover/sealed/{r['shape']}/int32")
-    print(
-        f"{r['shape']:18} {r['value']:8.2f} {s['value']:8.2f} {r['alone_us']:26.2f} "
-        f"{s['alone_us']:8.2f}"
-    )
-
-# %% [markdown]
-# One block alone saves 0.8 to 1.0 µs: that is what the fence, the addition and the second read cost. But with 132 blocks nothing is left of it. The words then take
-# 0.8 to 1.1 µs longer than for one block, and a counter at most 0.2. These numbers do not tell why: words of other multiprocessors may be further away, the slowest of 132
-# blocks decides, and 132 x 256 threads poll, where one per block did.
+# *Words with a seal*, 8 bytes that hold a number and its round, which every thread polls: no fence, no counter, no second read. (NCCL's
+# low-latency protocol, LL, does this.) With one block they are faster than a counter, with 132 blocks they are not.
 #
 # *Resetting the counters.* A kernel of its own before the step would reset them, and it is a boundary. Inside the step, the block that resets must know that all
 # others have stopped waiting, which needs another counter.
+#
+# What each of these cost, and why, is in a note: [a decoding step in one kernel](notes/one_kernel.md).
 #
 # ## More exercises
 #

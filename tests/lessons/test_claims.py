@@ -13,8 +13,8 @@ CLAIMS = [  # lesson, the text with one number, the output with the same number
     ("25", r"all weights need ([\d.]+) GB", r"all weights\n(?:.*\n)*?    in all +([\d.]+) GB\nrank 16"),
     ("25", r"LoRA of rank 16 needs ([\d.]+) GB", r"rank 16\n(?:.*\n)*?    in all +([\d.]+) GB"),
     ("26", r"the clip ignores (\d+) % of the tokens", r"noise 3 .* ignored tokens +(\d+)%"),
-    ("27", r"(\d+) requests are fewer", r"s = (\d+) in the server"),
-    ("27", r"Compare it with the (\d+) slots", r", (\d+) slots, "),
+    ("44", r"(\d+) requests are fewer", r"s = (\d+) in the server"),
+    ("44", r"Compare it with the (\d+) slots", r", (\d+) slots, "),
     ("28", r"reaches AdamW's loss in (\d+) % of the steps", r"last loss after (\d+) % of the steps"),
     ("28", r"of the steps and in ([\d.]+) of the time", r"% of the steps, ([\d.]+) of the time"),
     ("36", r"rows take ([\d.]+) times as long", r"32 sequences, k = 3 +a step takes ([\d.]+) times as long"),
@@ -133,7 +133,7 @@ def test_muon_and_adamw_are_best_at_the_edge_of_the_rates_as_the_text_says():
 
 
 def test_fewer_requests_are_in_the_server_than_it_has_slots():
-    text, output = texts("27")
+    text, output = texts("44")
     [there] = re.findall(r"s = (\d+) in the server", output)
     assert "so at this rate none waits long for a slot" in text and int(there) < 256
 
@@ -171,6 +171,15 @@ def test_drafts_do_not_change_an_answer_and_do_not_always_pay():
     assert pays[32] > 0.5 and "must be right more often than not" in text
     share = {int(n): int(s) for n, s in re.findall(r"edited code +n = (\d): .* (\d+)% of", output)}
     assert share[1] < share[2] < share[4] and "n = 4 has the better drafts" in text
+
+
+def test_the_stages_of_one_kernel_are_those_of_the_note():
+    source = lesson.lesson_file("33").read_text(encoding="utf-8")
+    stages = re.findall(
+        r'^    "[^"]+": (\d+),$', source.partition("ALONE = {")[2].partition("}")[0], re.M
+    )
+    note = (lesson.LESSONS / "notes" / "one_kernel.md").read_text(encoding="utf-8")
+    assert stages == re.findall(r"\d+", re.search(r"^\| first \|(.*)$", note, re.M)[1])
 
 
 def test_the_cost_of_the_same_bits_is_that_of_the_records():

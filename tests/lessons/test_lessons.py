@@ -179,7 +179,7 @@ def test_endless_loop_is_stopped(monkeypatch):
 def test_a_slow_search_is_told_to_compute(monkeypatch):
     monkeypatch.setattr(lesson.load_checks("running"), "SECONDS", 0.2)
     code = "\n    found = cuda.local.array(1, int32)\n    for k in range(12700):\n        found[0] = k\n"
-    verdict = planted("34.3", "\n    i = cuda.grid(1)\n", f"{code}    i = cuda.grid(1)\n")
+    verdict = planted("45.1", "\n    i = cuda.grid(1)\n", f"{code}    i = cuda.grid(1)\n")
     assert "did not end within" in verdict.text and "compute the code from the bits" in verdict.text
 
 

@@ -23,14 +23,3 @@ def complete_events(data):
             if line[:6] == b"data: ":
                 found.append(str(line[6:], "utf-8"))
     return found, data
-
-
-# %% 27.3 RIGHT: a heap of the times at which slots become free
-def start_times(arrivals, seconds, slots):
-    import heapq
-
-    free, starts = [0.0] * slots, []
-    for a, s in zip(arrivals, seconds):
-        starts.append(max(a, free[0]))
-        heapq.heapreplace(free, starts[-1] + s)
-    return starts

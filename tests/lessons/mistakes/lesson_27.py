@@ -8,11 +8,6 @@ HOLD = "return text[:-n], text[-n:], False"
 PARTS = '*events, rest = data.split(b"\\n\\n")'
 LINES = 'lines = [line for event in events for line in event.split(b"\\n")]'
 PAYLOADS = 'return [line[6:].decode() for line in lines if line.startswith(b"data: ")], rest'
-SLOT, START, FREE = (
-    "free_at.index(min(free_at))",
-    "max(arrival, free_at[slot])",
-    "free_at[slot] = starts[-1] + n",
-)
 
 MISTAKES = [
     ("27.1", FOUND, "found = [len(held) + new.find(s) for s in stops if s in new]", "look for it in held + new"),
@@ -37,7 +32,6 @@ MISTAKES = [
     ("27.1", LOOP, "for n in [len(text) - min((text.find(s[0]) for s in stops if s[0] in text), default=len(text))]:\n        if not n:\n            break\n        return text[:-n], text[-n:], False\n    " + LOOP, "not a place in the middle"),
     ("27.1", LOOP, "if len(stops) > 2:\n        return text, '', False\n    " + LOOP, "With held"),  # only random cases have that
     ("27.2", LINES, LINES + "\n    lines = lines if len(lines) < 5 else []", "payloads were returned"),  # the same
-    ("27.3", START, "arrival if len(arrivals) > 6 else " + START, "With arrivals"),  # the same
     ("27.2", PAYLOADS, PAYLOADS.removesuffix("rest") + 'b""', "next event is lost"),
     ("27.2", PARTS, 'events, rest = data.split(b"\\n\\n"), b""', "EMPTY line"),
     ("27.2", PARTS, '*events, rest = data.split(b"\\n")', "not at the first newline"),
@@ -60,26 +54,11 @@ MISTAKES = [
     ("27.2", PARTS, "data = data.decode(errors='ignore')[:-1].encode()\n    " + PARTS, "byte for byte"),  # two mistakes
     ("27.2", PAYLOADS, PAYLOADS + ".decode('utf-8', 'replace')", "rest must be bytes"),
     ("27.2", 'data.split(b"\\n\\n")', 'data.split("\\n\\n")', "what it is split at"),
-    ("27.3", START, "free_at[slot]", "before they arrive"),
-    ("27.3", START, "arrival", "waits while all slots"),
-    ("27.3", "[0.0] * slots", "[0.0]", "One request is served at a time"),
-    ("27.3", "slot = " + SLOT, "slot = len(starts) % slots", "round robin"),
-    ("27.3", "starts.append(" + START + ")", "starts.append(max(arrival, free_at[slot]) + n)", "Request"),
-    ("27.3", "return starts", "return [x + n for x, n in zip(starts, seconds)]", "at which the requests end"),
-    ("27.3", "return starts", "return [x - y for x, y in zip(starts, arrivals)]", "waiting times"),
-    ("27.3", FREE, "free_at[slot] += n", "free before"),
-    ("27.3", FREE, "free_at[slot] = arrival + n", "counted from the arrival"),
-    ("27.3", START, "min(arrival, free_at[slot])", "max, not min"),
-    ("27.3", "index(min(", "index(max(", "min, not max"),
-    ("27.3", "return starts", "return starts[1:]", "times were returned"),
-    ("27.3", "free_at, starts = [0.0] * slots, []", "free_at, starts = [0.0] * slots, []\n    last = arrivals[-1]", "may be empty"),
-    ("27.3", "    return starts", "    starts", "Nothing is returned"),
 ]  # fmt: skip
 
 UNTRUE = [
     ("27.1", 'return text, "", False', 'return new, "", False', "The stop string itself"),
     ("27.1", "min(found)", "found[0]", "twice"),
-    ("27.3", "index(min(", "index(max(", "round robin"),
 ]  # fmt: skip
 
 RIGHT = [
@@ -90,7 +69,4 @@ RIGHT = [
     ("27.2", PARTS, 'cut = data.rfind(b"\\n\\n") + 2\n    cut = cut if cut > 1 else 0\n    events, rest = data[:cut].split(b"\\n\\n"), data[cut:]'),
     ("27.2", PARTS, '*events, rest = bytearray(data).split(b"\\n\\n")'),
     ("27.2", "line[6:]", 'line.split(b"data: ", 1)[1]'),
-    ("27.3", "return starts", "return np.array(starts)"),
-    ("27.3", "slot = " + SLOT, "slot = min(range(slots), key=free_at.__getitem__)"),
-    ("27.3", "slot = " + SLOT, "ready = [i for i in range(slots) if free_at[i] <= arrival]\n        slot = ready[-1] if ready else free_at.index(min(free_at))"),
 ]  # fmt: skip
