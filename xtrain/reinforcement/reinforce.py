@@ -60,7 +60,6 @@ from ..training.run import Run, StepAbandoned, StepResult, each_array
 from ..training.single_device import SingleDevice
 from ..training.single_process import SingleProcess
 from ..tuning.corpus import hold_out
-from ..tuning.examples import Example
 from ..tuning.finetune import model_source, train_from
 from ..tuning.rows import rows_of
 from ..tuning.templates import chosen_texts
