@@ -14,10 +14,6 @@ LINE = 120  # characters
 METHODS = 20  # of Engine
 TUPLES = 4  # `a, b = x, y` per 100 assignments
 CONDITIONS = 12  # `x if c else y` per 1,000 lines
-LONG = 800  # lines of the modules that may be longer, until they are divided
-LONG_MODULES = {
-    f"simulator/{name}.py" for name in ("block", "memory", "scalars", "source", "thread")
-}
 
 
 def table_lines(tree: ast.Module, lines: list[str]) -> set[int]:
@@ -62,7 +58,7 @@ def violations(package: Path) -> list[str]:
         lines = path.read_text(encoding="utf-8").splitlines()
         tree = ast.parse("\n".join(lines))
         total += len(lines)
-        if len(lines) > (LONG if file in LONG_MODULES else MODULE):
+        if len(lines) > MODULE:
             limit = f"divide it by subject, {MODULE} are allowed"
             wrong.append(f"{file}:{len(lines)} module of {len(lines)} lines: {limit}")
         table = table_lines(tree, lines)
