@@ -28,9 +28,8 @@ START_FUEL = 100_000
 STEP_FUEL = 100_000
 COMPILED = 16  # guides that stay compiled; each may have 20 MB, a usual one 0.1 MB
 # Of each, as its sequences grow: a matcher and what llguidance calls a deep copy of it share a lexer,
-# and one waits while the other makes a mask. As many as there are threads (serving/masks.py), which
-# divide the sequences in the same order.
-COPIES = 8
+# and one waits while the other makes a mask.
+COPIES = 4
 MAX_MESSAGE = 300  # characters
 
 

@@ -407,15 +407,15 @@ class Runner:
     def write_masks(self, requests: list[Request]) -> None:
         """Make and upload the masks of those requests that are constrained. Waits for their tokens
         in flight."""
-        constrained = list(dict.fromkeys(r for r in requests if r.constraint is not None))
+        constrained = {request for request in requests if request.constraint is not None}
         if not constrained:
             return
         for results in self.in_flight:
-            if isinstance(results, TokensInFlight) and set(constrained) & set(results.requests):
+            if isinstance(results, TokensInFlight) and constrained.intersection(results.requests):
                 results.wait_for_ids()
         if self.masks is None:
             self.masks = self._empty_masks()
-        self.masks.write(constrained)
+        self.masks.write(list(constrained))
 
     def _empty_masks(self) -> TokenMasks:
         return TokenMasks(self.max_batch, self.model.config.vocab_size, self.model.device)
