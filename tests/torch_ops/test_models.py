@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers as hf
 from checks import assert_as_good
 
@@ -150,6 +151,32 @@ def test_gradient_checkpointing(place):
     expected = run(model, **inputs)
     model.gradient_checkpointing_enable()
     assert same(run(model, **inputs), expected)
+
+
+@pytest.fixture
+def one_rank(place):
+    """A process group of this process alone."""
+    backend = "nccl" if place == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@places
+def test_data_parallel(place, one_rank):
+    """DistributedDataParallel and FSDP2 give the gradients of one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    inputs = batch(place)
+    expected = run(xt.apply(new("llama", place)), **inputs)
+    model = torch.nn.parallel.DistributedDataParallel(xt.apply(new("llama", place)))
+    close(run(model, **inputs), expected)
+    model = xt.apply(new("llama", place))
+    mesh = dist.init_device_mesh(place, (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    close([getattr(x, "full_tensor", lambda x=x: x)() for x in run(model, **inputs)], expected)
 
 
 @places

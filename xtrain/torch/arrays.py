@@ -69,9 +69,9 @@ def as_numpy(x: torch.Tensor) -> np.ndarray:
     dtype = numpy_dtype(x.dtype)
     x = x.detach()
     if dtype == BF16:
-        array = x.view(torch.int16).numpy().view(BF16)
-    else:
-        array = x.numpy()
+        x = x.view(torch.int16)
+    # Not x.numpy(), after which fully_shard cannot free the storage of a parameter.
+    array = np.from_dlpack(x).view(dtype)
     return array.view(SimArray) if _in_simulator else array
 
 
@@ -155,9 +155,27 @@ def run_on_gpu(launcher: Callable, tensors: Sequence[Any]) -> list[torch.Tensor]
         stream = gpu.cuda.ExternalStream(handle, device.index)
         _streams[device.index, handle] = stream
     memory = TorchMemory(device)
-    with gpu.cuda.Device(device.index), stream, gpu.cuda.using_allocator(memory.malloc):
+    allocator = gpu.cuda.using_allocator(memory.malloc)
+    with gpu.cuda.Device(device.index), stream, allocator, _may_allocate_while_capturing():
         results = launcher(*convert(tensors, as_array))
         return [memory.tensor(a) for a in as_list(results)]
+
+
+@contextlib.contextmanager
+def _may_allocate_while_capturing() -> Iterator[None]:
+    """While a CUDA graph is captured, allow what is no part of it: loading a kernel, and memory
+    for what kernels keep. torch's capture forbids both, but in this mode."""
+    if not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    from cuda.bindings import driver
+
+    exchange = driver.cuThreadExchangeStreamCaptureMode
+    _, before = exchange(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    try:
+        yield
+    finally:
+        exchange(before)
 
 
 def as_array(x: torch.Tensor) -> Array:
