@@ -146,6 +146,48 @@ def test_what_the_trainer_passes(place):
 
 
 @places
+def test_autocast(place):
+    """Float32 weights, products in bf16; also with attn_implementation="xtrain" alone."""
+    inputs = batch(place)
+    exact = run(new("qwen3", place), **inputs)[0]
+    for change in (xt.apply, lambda model: model.set_attn_implementation("xtrain")):
+        model = new("qwen3", place)
+        xt.register_attention()
+        change(model)
+        with torch.autocast(place, torch.bfloat16):
+            loss, *grads = run(model, **inputs)
+        torch.testing.assert_close(loss, exact, rtol=5e-3, atol=0)
+        assert all(g.dtype == torch.float32 for g in grads)
+
+
+@places
+def test_in_a_trainer(place, tmp_path):
+    """Accumulated gradients, then an evaluation: the same losses as without xtrain."""
+    ids = torch.randint(3, 40, (8, T), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    options = dict(
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, learning_rate=1e-2, logging_steps=1,
+        eval_strategy="steps", eval_steps=2, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=place == "cpu",
+    )  # fmt: skip
+    curves = []
+    for change in (lambda model: model, xt.apply):
+        model = change(new("llama"))
+        arguments = hf.TrainingArguments(str(tmp_path), **options)
+        trainer = hf.Trainer(model, arguments, train_dataset=data, eval_dataset=data[:3])
+        trainer.train()
+        curves.append(
+            [
+                v
+                for h in trainer.state.log_history
+                for k, v in h.items()
+                if k in ("loss", "eval_loss")
+            ]
+        )
+    assert len(curves[0]) == 3
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+
+
+@places
 def test_gradient_checkpointing(place):
     model, inputs = xt.apply(new("qwen3", place)), batch(place)
     expected = run(model, **inputs)
