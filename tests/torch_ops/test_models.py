@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers as hf
 from checks import assert_as_good
 
@@ -145,11 +146,79 @@ def test_what_the_trainer_passes(place):
 
 
 @places
+def test_autocast(place):
+    """Float32 weights, products in bf16; also with attn_implementation="xtrain" alone."""
+    inputs = batch(place)
+    exact = run(new("qwen3", place), **inputs)[0]
+    for change in (xt.apply, lambda model: model.set_attn_implementation("xtrain")):
+        model = new("qwen3", place)
+        xt.register_attention()
+        change(model)
+        with torch.autocast(place, torch.bfloat16):
+            loss, *grads = run(model, **inputs)
+        torch.testing.assert_close(loss, exact, rtol=5e-3, atol=0)
+        assert all(g.dtype == torch.float32 for g in grads)
+
+
+@places
+def test_in_a_trainer(place, tmp_path):
+    """Accumulated gradients, then an evaluation: the same losses as without xtrain."""
+    ids = torch.randint(3, 40, (8, T), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    options = dict(
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, learning_rate=1e-2, logging_steps=1,
+        eval_strategy="steps", eval_steps=2, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=place == "cpu",
+    )  # fmt: skip
+    curves = []
+    for change in (lambda model: model, xt.apply):
+        model = change(new("llama"))
+        arguments = hf.TrainingArguments(str(tmp_path), **options)
+        trainer = hf.Trainer(model, arguments, train_dataset=data, eval_dataset=data[:3])
+        trainer.train()
+        curves.append(
+            [
+                v
+                for h in trainer.state.log_history
+                for k, v in h.items()
+                if k in ("loss", "eval_loss")
+            ]
+        )
+    assert len(curves[0]) == 3
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+
+
+@places
 def test_gradient_checkpointing(place):
     model, inputs = xt.apply(new("qwen3", place)), batch(place)
     expected = run(model, **inputs)
     model.gradient_checkpointing_enable()
     assert same(run(model, **inputs), expected)
+
+
+@pytest.fixture
+def one_rank(place):
+    """A process group of this process alone."""
+    backend = "nccl" if place == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@places
+def test_data_parallel(place, one_rank):
+    """DistributedDataParallel and FSDP2 give the gradients of one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    inputs = batch(place)
+    expected = run(xt.apply(new("llama", place)), **inputs)
+    model = torch.nn.parallel.DistributedDataParallel(xt.apply(new("llama", place)))
+    close(run(model, **inputs), expected)
+    model = xt.apply(new("llama", place))
+    mesh = dist.init_device_mesh(place, (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    close([getattr(x, "full_tensor", lambda x=x: x)() for x in run(model, **inputs)], expected)
 
 
 @places

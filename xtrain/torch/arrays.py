@@ -4,7 +4,7 @@
                    SimArray inside `simulated()`: it runs its kernel in xtrain.simulator
     CUDA tensor    CuPy array: it runs its kernel, on torch's current stream of the tensor's GPU
 
-While a launcher runs on a GPU, CuPy allocates from torch's allocator. So results are torch's
+While a launcher runs on a GPU, it and CuPy allocate from torch's allocator. So results are torch's
 memory, its statistics count them, and inside a CUDA graph they come from the graph's pool.
 """
 
@@ -19,6 +19,7 @@ import torch
 
 from ..device import Array, cupy
 from ..errors import UserError
+from ..kernels.runtime import launch
 from ..simulator import SimArray
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -69,9 +70,9 @@ def as_numpy(x: torch.Tensor) -> np.ndarray:
     dtype = numpy_dtype(x.dtype)
     x = x.detach()
     if dtype == BF16:
-        array = x.view(torch.int16).numpy().view(BF16)
-    else:
-        array = x.numpy()
+        x = x.view(torch.int16)
+    # Not x.numpy(), after which fully_shard cannot free the storage of a parameter.
+    array = np.from_dlpack(x).view(dtype)
     return array.view(SimArray) if _in_simulator else array
 
 
@@ -112,20 +113,21 @@ def as_cupy(x: torch.Tensor) -> Array:
 
 
 class TorchMemory:
-    """An allocator for CuPy that takes memory from torch, and knows whose memory a result is."""
+    """Memory of torch for what a launcher and CuPy allocate, and the tensors of its results."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.blocks: dict[int, torch.Tensor] = {}  # address -> the bytes
+        self.blocks: dict[int, torch.Tensor] = {}  # address -> the tensor that begins there
+
+    def allocate(self, shape: Any, dtype: np.dtype) -> Array:
+        """Return an uninitialized array: for `empty` of kernels/runtime/launch.py."""
+        block = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=self.device)
+        self.blocks[block.data_ptr()] = block
+        return as_cupy(block)
 
     def malloc(self, nbytes: int) -> Any:
-        """Return CuPy's pointer to nbytes new bytes."""
-        block = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        address = block.data_ptr()
-        self.blocks[address] = block
-        cuda = cupy().cuda
-        memory = cuda.UnownedMemory(address, nbytes, block, self.device.index)
-        return cuda.MemoryPointer(memory, 0)
+        """Return CuPy's pointer to nbytes new bytes: an allocator of CuPy."""
+        return self.allocate(nbytes, np.dtype(np.uint8)).data
 
     def tensor(self, a: Array) -> torch.Tensor:
         """Return the tensor with the memory of CuPy's contiguous array a; else that of a copy."""
@@ -133,8 +135,10 @@ class TorchMemory:
         if block is None or not a.flags.c_contiguous:  # an argument of the op, or a part of one
             return self.tensor(a.copy())
         dtype = TORCH_DTYPES[a.dtype]
+        shape = a.shape
         first = (a.data.ptr - a.data.mem.ptr) // a.itemsize
-        shape = tuple(a.shape)
+        if block.dtype == dtype and block.shape == shape and not first:
+            return block
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         new = torch.empty(0, dtype=dtype, device=self.device)
         return new.set_(block.untyped_storage(), first, shape, strides)
@@ -155,9 +159,32 @@ def run_on_gpu(launcher: Callable, tensors: Sequence[Any]) -> list[torch.Tensor]
         stream = gpu.cuda.ExternalStream(handle, device.index)
         _streams[device.index, handle] = stream
     memory = TorchMemory(device)
-    with gpu.cuda.Device(device.index), stream, gpu.cuda.using_allocator(memory.malloc):
-        results = launcher(*convert(tensors, as_array))
-        return [memory.tensor(a) for a in as_list(results)]
+    before = launch.memory.allocate
+    launch.memory.allocate = memory.allocate
+    try:
+        with gpu.cuda.Device(device.index), stream, gpu.cuda.using_allocator(memory.malloc):
+            if torch.cuda.is_current_stream_capturing():
+                with _allocations_while_capturing():
+                    results = launcher(*convert(tensors, as_array))
+            else:
+                results = launcher(*convert(tensors, as_array))
+            return [memory.tensor(a) for a in as_list(results)]
+    finally:
+        launch.memory.allocate = before
+
+
+@contextlib.contextmanager
+def _allocations_while_capturing() -> Iterator[None]:
+    """While a CUDA graph is captured, allow what is no part of it: loading a kernel, and memory
+    for what kernels keep. torch's capture forbids both, but in this mode."""
+    from cuda.bindings import driver
+
+    exchange = driver.cuThreadExchangeStreamCaptureMode
+    _, before = exchange(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    try:
+        yield
+    finally:
+        exchange(before)
 
 
 def as_array(x: torch.Tensor) -> Array:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels.attention import flash_attention as _flash
 from ..kernels.attention.key_bounds import UNBOUNDED, KeyBounds, document_bounds
-from .ops import new_like, wide
+from .ops import autocast, new_like, wide
 from .register import register_op
 
 NAME = "xtrain"  # of the implementation in transformers
@@ -86,8 +86,10 @@ def attention(
     window: a query sees this many keys at most, itself among them; 0: all. Causal only.
     cu_seqlens: (n + 1,) integers, where the documents of the only row begin, and its end: B = 1.
     starts: (B, T) int32, where in the row the document of each token begins; T = S.
-    Memory grows with T, not with T^2; the same input gives the same bits.
+    Memory grows with T, not with T^2; the same input gives the same bits. Under autocast q, k and v
+    are converted.
     """
+    q, k, v = autocast(q, k, v)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     if window >= k.shape[1]:

@@ -12,7 +12,7 @@ from ..kernels.decoding import logprobs as _logprobs
 from ..kernels.decoding import sampling as _sampling
 from ..kernels.gemm import linear_fwd
 from ..kernels.runtime.launch import empty
-from .ops import new_like, rows_of, wide
+from .ops import autocast, new_like, rows_of, wide
 from .register import register_op
 
 
@@ -138,9 +138,10 @@ _linear_logprobs_op = register_op(
 def linear_logprobs(x: Tensor, weight: Tensor, tokens: Tensor, rows: int = 0) -> Tensor:
     """Return the log-probabilities of the tokens under the logits x weight^T, with gradients.
 
-    x: (..., C), weight: (V, C), both float32 or both bf16. tokens: (...) int32 or int64, all below
+    x: (..., C), weight: (V, C), both float32 or both bf16; autocast converts. tokens: (...) int32 or int64, all below
     V. The result is (...) float32. The logits exist for `rows` rows at a time; 0: 2048.
     """
+    x, weight = autocast(x, weight)
     grad = torch.is_grad_enabled()
     wants = grad and x.requires_grad, grad and weight.requires_grad
     found = _linear_logprobs_op(rows_of(x), weight, tokens.reshape(-1), *wants, rows)

@@ -10,7 +10,7 @@ from ..kernels import cross_entropy as _cross_entropy
 from ..kernels import linear_cross_entropy as _linear_cross_entropy
 from ..kernels import softmax as _softmax
 from ..kernels.runtime.launch import dtype_name, empty
-from .ops import new_like, rows_of, wide
+from .ops import autocast, new_like, rows_of, wide
 from .register import register_op
 
 
@@ -73,10 +73,7 @@ def linear_cross_entropy(
     loss, in place: a second backward through the same loss raises an error.
     A target outside the vocabulary raises ValueError on the CPU; on a GPU the loss is NaN.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x = x.to(dtype)
-        weight = weight.to(dtype)
+    x, weight = autocast(x, weight)
     grad = torch.is_grad_enabled()
     wants = grad and x.requires_grad, grad and weight.requires_grad
     arguments = (rows_of(x), weight, targets.reshape(-1), inverse(count, x))

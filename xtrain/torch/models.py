@@ -11,6 +11,7 @@ is replaced in a decoder layer:
     head and loss              linear_cross_entropy, if labels are given: no logits
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from types import MethodType
@@ -66,7 +67,7 @@ def apply(model: nn.Module, attention: bool = True, loss: bool = True) -> nn.Mod
         register_attention()
         root.set_attn_implementation(NAME)
     if loss and type(root).__name__ == f"{prefix}ForCausalLM":
-        _replace(root, _causal_lm_forward)
+        _replace(root, _causal_lm_forward(type(root).forward))
     return model
 
 
@@ -185,26 +186,35 @@ def _rotate(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.transpose(1, 2)
 
 
-def _causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute the loss without logits, if there are labels, and nothing about it is special."""
+@functools.cache
+def _causal_lm_forward(original: Callable) -> Callable:
+    """Return a forward with the signature of `original`, which a Trainer looks at.
+
+    It computes the loss without logits if there are labels and nothing about head and loss is
+    special.
+    """
     from transformers.loss.loss_utils import ForCausalLMLoss
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    head = self.lm_head
-    plain = type(head) is nn.Linear and head.bias is None and self.loss_function is ForCausalLMLoss
-    if kwargs.get("labels") is None or not plain:
-        return type(self).forward(self, *args, **kwargs)
-    labels = kwargs.pop("labels")
-    count = kwargs.pop("num_items_in_batch", None)
-    targets = kwargs.pop("shift_labels", None)
-    kwargs.pop("logits_to_keep", None)
-    return_dict = kwargs.pop("return_dict", None)
-    if targets is None:
-        targets = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
-    outputs = dict(self.model(*args, **kwargs, return_dict=True))
-    hidden = outputs.pop("last_hidden_state")
-    loss = linear_cross_entropy(hidden, head.weight, targets.to(hidden.device), count)
-    output = CausalLMOutputWithPast(loss=loss, **outputs)
-    if return_dict is False or (return_dict is None and not self.config.return_dict):
-        return output.to_tuple()
-    return output
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        head = self.lm_head
+        plain = type(head) is nn.Linear and head.bias is None
+        if kwargs.get("labels") is None or not plain or self.loss_function is not ForCausalLMLoss:
+            return original(self, *args, **kwargs)
+        labels = kwargs.pop("labels")
+        count = kwargs.pop("num_items_in_batch", None)
+        targets = kwargs.pop("shift_labels", None)
+        kwargs.pop("logits_to_keep", None)
+        return_dict = kwargs.pop("return_dict", None)
+        if targets is None:
+            targets = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+        outputs = dict(self.model(*args, **kwargs, return_dict=True))
+        hidden = outputs.pop("last_hidden_state")
+        loss = linear_cross_entropy(hidden, head.weight, targets.to(hidden.device), count)
+        output = CausalLMOutputWithPast(loss=loss, **outputs)
+        if return_dict is False or (return_dict is None and not self.config.return_dict):
+            return output.to_tuple()
+        return output
+
+    return forward

@@ -21,6 +21,15 @@ from ..kernels.runtime.launch import empty, zeros
 from .register import register_op
 
 
+def autocast(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors in the dtype of autocast, where it is enabled: as torch does with the
+    operands of products."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+
+
 def wide(x: Tensor) -> torch.dtype:
     """Return the dtype of sums and statistics: float64 if x is, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

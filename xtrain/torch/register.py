@@ -36,6 +36,7 @@ import torch
 
 from .arrays import flattened, run_on_cpu, run_on_gpu
 
+_SAVED = object()  # in place of a tensor that autograd saves
 _libraries: dict[str, torch.library.Library] = {}  # an op exists as long as its Library
 
 
@@ -183,41 +184,51 @@ def _refuse(qualified):
 
 def _formula(op, backward, gradients):
     """Return backward and setup_context of an op for torch.library.register_autograd."""
-    inputs = [a.name for a in op._schema.arguments]
+    arguments = [a.name for a in op._schema.arguments]
     outputs = [r.name for r in op._schema.returns]
+    place = {name: i for i, name in enumerate((*arguments, *outputs))}
     names, optional, compute = _backward_names(op, backward, gradients)
-    saved = [name for name in names if name in inputs or name in outputs]
-    for name in names:
-        if name not in saved and (name[1:] not in outputs or name[:1] != "d"):
+    saved = [i for i, name in enumerate(names) if name in place]  # in names; others: gradients
+    source = [place[names[i]] for i in saved]
+    given: list[tuple[int, int, bool]] = []  # in names, which output, may be None
+    for i, name in enumerate(names):
+        if i in saved:
+            continue
+        if name[:1] != "d" or name[1:] not in outputs:
             raise ValueError(
                 f"the backward of {op._schema.name}: {name} is neither an argument or a result of "
                 "the op, nor d and the name of a result"
             )
-    differentiable = [f"d{name}" in names for name in outputs]
+        given.append((i, outputs.index(name[1:]), name in optional))
+    constant = [k for k in range(len(outputs)) if k not in [output for _, output, _ in given]]
 
     def setup_context(ctx, inputs: Sequence[Any], output: Any):
         results = output if isinstance(output, tuple) else (output,)
-        values = dict(zip((*input_names, *outputs), (*inputs, *results)))
+        values = (*inputs, *results)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(y for y, d in zip(results, differentiable) if not d))
-        ctx.others = {n: values[n] for n in saved if not isinstance(values[n], torch.Tensor)}
-        ctx.tensors = [n for n in saved if n not in ctx.others]
-        ctx.save_for_backward(*(values[n] for n in ctx.tensors))
-        ctx.like = {f"d{n}": (y.shape, y.dtype, y.device) for n, y in zip(outputs, results)}
+        ctx.mark_non_differentiable(*(results[k] for k in constant))
+        kept = [values[i] for i in source]
+        ctx.others = [_SAVED if isinstance(x, torch.Tensor) else x for x in kept]
+        ctx.save_for_backward(*(x for x in kept if isinstance(x, torch.Tensor)))
+        if len(given) > 1:  # one of them may be missing
+            ctx.results = [(y.shape, y.dtype, y.device) for y in results]
 
     def formula(ctx, *grads):
-        values = dict(zip(ctx.tensors, ctx.saved_tensors)) | ctx.others
-        for name, grad in zip(outputs, grads):
-            key = f"d{name}"
-            if grad is None and key in names and key not in optional:
-                shape, dtype, device = ctx.like[key]
-                grad = torch.zeros(shape, dtype=dtype, device=device)
-            values[key] = grad
-        found = compute(*(values[n] for n in names))
-        wants = zip(input_names, ctx.needs_input_grad)
+        if all(grads[output] is None for _, output, _ in given):
+            return (None,) * len(arguments)
+        values: list[Any] = [None] * len(names)
+        tensors = iter(ctx.saved_tensors)
+        for i, value in zip(saved, ctx.others):
+            values[i] = next(tensors) if value is _SAVED else value
+        for i, output, may_be_none in given:
+            values[i] = grads[output]
+            if values[i] is None and not may_be_none:
+                shape, dtype, device = ctx.results[output]
+                values[i] = torch.zeros(shape, dtype=dtype, device=device)
+        found = compute(*values)
+        wants = zip(arguments, ctx.needs_input_grad)
         return tuple(found.get(name) if needs else None for name, needs in wants)
 
-    input_names = tuple(inputs)
     return formula, setup_context
 
 

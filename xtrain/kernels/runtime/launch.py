@@ -79,8 +79,17 @@ def empty(like: Array, shape, dtype=None) -> Array:
     return _allocate(like, shape, like.dtype if dtype is None else np.dtype(dtype))
 
 
+class _Memory(threading.local):
+    allocate: "Callable[[Any, np.dtype], Array] | None" = None  # instead of CuPy, in this thread
+
+
+memory = _Memory()
+
+
 def _allocate(like, shape, dtype):
     if not isinstance(like, SimArray):
+        if memory.allocate is not None:
+            return memory.allocate(shape, dtype)
         return array_module(like).empty(shape, dtype)
     new = np.empty(shape, dtype).view(SimArray)
     if dtype.kind in "fV":
