@@ -1,8 +1,10 @@
 """Fine-tuning: which tokens are trained, rows, refused data, loss and gradients against transformers, resuming."""
 
 import gzip
+import importlib
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -23,10 +25,11 @@ from xtrain.finetune import finetune, main
 from xtrain.formats.texts import load_texts, texts_of
 from xtrain.reinforcement.prompts import read_prompts
 from xtrain.training import out_of_memory
+from xtrain.training.single_process import SingleProcess
 from xtrain.tuning.examples import Example, read_examples
-from xtrain.tuning.finetune import FinetuneConfig
+from xtrain.tuning.finetune import FinetuneConfig, prepare
 from xtrain.tuning.rows import packed, rows_of
-from xtrain.tuning.templates import with_default_template
+from xtrain.tuning.templates import NAMED, template_source, with_default_template
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -414,3 +417,158 @@ def test_the_default_template_is_chatml_if_the_tokenizer_has_its_tokens(tokenize
         texts.template.render(TALK, tools=[{"type": "function"}])
     assert texts.tokenizer.sha256 == tokenizer.sha256
     assert texts.chat_stop > {tokenizer.eos_token_id}  # and the end of a turn
+
+
+# ----------------------------------------------------------------------------- options of the data
+def corpus_of(folder, *data, **options):
+    """Return what a run of a folder reads, and its options."""
+    config = FinetuneConfig(init=str(folder), data=data, device="cpu", **options)
+    return prepare(config, SingleProcess())
+
+
+def texts_of_corpus(examples, tokenizer):
+    return sorted(tokenizer.decode(x.ids).removesuffix("<|endoftext|>") for x in examples)
+
+
+def test_files_are_mixed_with_weights(tmp_path, tokenizer, folder):
+    """Copies are made of what is trained on, after the choice of what is held out."""
+    a = write(tmp_path / "a.jsonl", *[{"text": f"a{i}"} for i in range(6)])
+    b = write(tmp_path / "b.jsonl", *[{"text": f"b{i}"} for i in range(40)])
+    config, corpus = corpus_of(folder, a, b, mix=(3, 0.5), val_share=0.25)
+    _, plain = corpus_of(folder, a, b, val_share=0.25)
+    held = texts_of_corpus(corpus.val, tokenizer)
+    assert held == texts_of_corpus(plain.val, tokenizer)
+    found = texts_of_corpus(corpus.train, tokenizer)
+    kept = texts_of_corpus(plain.train, tokenizer)
+    assert not set(found) & set(held)
+    assert [x for x in found if x[0] == "a"] == sorted([x for x in kept if x[0] == "a"] * 3)
+    chosen = [x for x in found if x[0] == "b"]
+    assert len(chosen) == len(set(chosen)) and 8 < len(chosen) < 24
+    assert config.steps == -(-3 * len(found) // 16)
+    for options, words in (
+        (dict(mix=(1,)), "--mix has 1 weights for 2 paths"),
+        (dict(mix=(1, -1)), "--mix must be numbers from 0"),
+        (dict(mix=(0, 0)), "--mix leaves nothing to train on"),
+        (dict(show=-1), "--show must be"),
+    ):
+        with pytest.raises(UserError, match=words):
+            corpus_of(folder, a, b, **options)
+
+
+def test_what_is_left_out_is_counted_by_reason(tmp_path, folder, capsys):
+    records = [{"messages": TALK}] * 3 + [{"messages": TALK[:1]}] * 2 + [{"text": "x + 1" * 200}]
+    data = write(tmp_path / "d.jsonl", *records, {"text": "x"})
+    with pytest.raises(UserError, match="line 4 has no message of the assistant"):
+        corpus_of(folder, data)
+    _, corpus = corpus_of(folder, data, bad_records="skip")
+    assert corpus.skipped == 3
+    said = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"xtrain.finetune: 3 examples and 1 held out, of 2 to \d\d tokens \(median \d\d\), \d\d% of "
+        "them trained",
+        said[0],
+    )
+    assert "2 left out, the first is" in said[1] and "line 4: has no message of the" in said[1]
+    assert "1 left out, the first is" in said[2] and "line 6: it is longer than 96 to" in said[2]
+
+
+def test_reasoning_that_the_template_leaves_out_is_reported(tmp_path, folder):
+    forgets = tmp_path / "t.jinja"
+    forgets.write_text(CHATML.replace("m.content +", "m.content.split('</think>')[-1] +"))
+    talk = [TALK[0], {"role": "assistant", "content": "<think>ab</think>x"}]
+    data = write(tmp_path / "d.jsonl", *[{"messages": talk}] * 2, {"messages": TALK})
+    _, corpus = corpus_of(folder, data, chat_template=str(forgets))
+    assert ["the reasoning of 2 answers" in x for x in corpus.reasons] == [True]
+    assert not corpus_of(folder, data)[1].reasons
+
+
+def test_examples_are_shown(tmp_path, folder, capsys):
+    data = write(tmp_path / "d.jsonl", *[{"messages": TALK}] * 3)
+    line = ["--init", str(folder), "--data", data, "--out", str(tmp_path / "runs"), "--show", "2"]
+    assert main([*line, "--train-answers", "last"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("assistant\nx + 1<|im_end|>") == 2
+    assert shown.count("assistant\n⟦x + 2<|im_end|>⟧") == 2 and "d.jsonl line " in shown
+    assert not (tmp_path / "runs").exists()
+
+
+def test_tables_are_read(tmp_path, tokenizer):
+    """Parquet, and what save_to_disk of `datasets` writes: a folder with .arrow files."""
+    pyarrow = pytest.importorskip("pyarrow")
+    records = [{"messages": TALK}, {"messages": TALK[:2]}]
+    want = [x.ids.tolist() for x in examples(tmp_path, tokenizer, CHATML, *records)]
+    with_nulls = [{"messages": [m | {"tool_calls": None} for m in r["messages"]]} for r in records]
+    table = pyarrow.Table.from_pylist(with_nulls)
+    importlib.import_module("pyarrow.parquet").write_table(table, tmp_path / "t.parquet")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    with pyarrow.ipc.new_stream(saved / "data.arrow", table.schema) as stream:
+        stream.write_table(table)
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+    (saved / "dataset_info.json").write_text("{}")
+    for path in (tmp_path / "t.parquet", saved):
+        found = read_examples([path], tokenizer, ChatTemplate(CHATML, {}))
+        assert [x.ids.tolist() for (x,) in found] == want
+    with pytest.raises(UserError, match=r"t\.parquet row 1: the model's folder has no chat templ"):
+        list(read_examples([tmp_path / "t.parquet"], tokenizer, None))
+
+
+# ----------------------------------------------------------------------------- templates by name
+LLAMA3 = (
+    "{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+PHI3 = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"
+)
+GEMMA = (
+    "{% set ns = namespace(s='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.s = m.content + '\n\n' %}{% else %}"
+    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + ns.s + m.content | trim + '<end_of_turn>\n' }}"
+    "{% set ns.s = '' %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+R1 = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %}{{ '<｜User｜>' + m.content }}"
+    "{% else %}{{ '<｜Assistant｜>' + m.content + '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "name, source", [("chatml", CHATML), ("llama3", LLAMA3), ("phi3", PHI3), ("gemma", GEMMA), ("deepseek-r1", R1)]
+)  # fmt: skip
+def test_templates_by_name(tokenizer, name, source):
+    """They write what the published ones write, which the comparison here repeats in short."""
+    with pytest.raises(UserError, match=rf"no token .*, which the chat template {name} needs"):
+        template_source(name, Tokenizer.train(["a"], 257))
+    backend = tokenizers.Tokenizer.from_str(tokenizer._json().decode())
+    backend.add_special_tokens(re.findall(r"<[^<>\s']+>", NAMED[name].text.replace("ROLE", "")))
+    ours = ChatTemplate(template_source(name, Tokenizer(backend)), {})
+    theirs = ChatTemplate(source, {})
+    talk = [{"role": "system", "content": "s"}, *TALK[:3], {"role": "assistant", "content": " x "}]
+    for messages in (TALK, talk, talk[:2]):
+        for prompt in (False, True):
+            assert ours.render(messages, prompt) == theirs.render(messages, prompt)
+    answer = {"role": "assistant", "content": "x", "reasoning_content": "r"}
+    assert "<think>\nr\n</think>\n\nx" in ours.render([TALK[0], answer], False)
+    with pytest.raises(UserError, match=f"the template {name} has no tools"):
+        ours.render(TALK, tools=[{}])
+
+
+def test_a_chosen_template_is_saved_with_the_run(tmp_path, folder, capsys):
+    (folder / "additional_chat_templates").mkdir(exist_ok=True)
+    (folder / "additional_chat_templates/tool_use.jinja").write_text("old")
+    data = write(tmp_path / "d.jsonl", *[{"messages": TALK}] * 3)
+    _, corpus = corpus_of(folder, data, chat_template="plain")
+    corpus.tokenizer.save(tmp_path / "saved")
+    shutil.rmtree(folder / "additional_chat_templates")
+    saved = ChatTemplate.load(tmp_path / "saved")
+    assert saved.render(TALK[:1], tools=None) == "user\nadd one<|endoftext|>\nassistant\n"
+    with pytest.raises(UserError, match="the template plain has no tools"):
+        saved.render(TALK, tools=[{}])
+    with pytest.raises(
+        UserError, match=r"--chat-template llama is no file .* one of chatml, llama3"
+    ):
+        corpus_of(folder, data, chat_template="llama")
+    with pytest.raises(UserError, match=r"line 1: .*'x'.* does not read this value"):
+        corpus_of(folder, data, chat_template_kwargs='{"x": 1}')

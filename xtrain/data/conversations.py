@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import UserError
-from .chat_template import ChatTemplate, Rendered
+from .chat_template import REASONING, ChatTemplate, Rendered
 from .records import Record
 from .tokenizer import Tokenizer
 
@@ -125,6 +125,21 @@ class Conversation:
             )
             for i in chosen
         ]
+
+    def lost_reasoning(self, text: str) -> int:
+        """Return how many answers that are trained have reasoning that the template leaves out.
+
+        text: of the conversation, as rendered.
+        """
+        lost = 0
+        for i in self.trained:
+            message = self.messages[i]
+            reasoning = next((message[name] for name in REASONING if name in message), "")
+            before, found, _ = message.get("content", "").partition("</think>")
+            if found:
+                reasoning = before.removeprefix("<think>")
+            lost += str(reasoning).strip() not in text
+        return lost
 
     def prompt(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
         """Return the ids up to where the next answer begins. Answers at the end, which a record for

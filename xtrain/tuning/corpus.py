@@ -193,6 +193,12 @@ def read_conversations(config: Any, source: Path, context: int) -> Conversations
     )
     corpus.is_new_template = is_new_template
     corpus.reasons = left_out.sentences
+    if lost := sum(x.lost_reasoning for x in (*corpus.train, *corpus.val)):
+        corpus.reasons += [
+            f"the chat template leaves out the reasoning of {lost} answers, so they are trained "
+            "without it: give --train-answers each if it keeps that of the last answer, or "
+            "another --chat-template"
+        ]
     return corpus
 
 

@@ -9,7 +9,7 @@ trained.
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +24,12 @@ from ..errors import UserError
 @dataclass(frozen=True)
 class Example:
     """ids (n,) int32, the tokens.  trained (n,) bool: what the model shall say.
-    prompt: the tokens before it."""
+    prompt: the tokens before it.  lost_reasoning: answers whose reasoning the template leaves out."""
 
     where: str  # file and line
     ids: np.ndarray
     trained: np.ndarray
+    lost_reasoning: int = 0
 
     @property
     def prompt(self) -> np.ndarray:
@@ -36,7 +37,7 @@ class Example:
 
     def cut(self, T: int) -> "Example":
         """Its first T inputs, and the target of the last one."""
-        return Example(self.where, self.ids[: T + 1], self.trained[: T + 1])
+        return replace(self, ids=self.ids[: T + 1], trained=self.trained[: T + 1])
 
     def shown(self, tokenizer: Tokenizer, colour: bool) -> str:
         """Return the text, with what is trained in green or between ⟦ and ⟧."""
@@ -107,11 +108,13 @@ def _examples(
             ids, prompt = _text_ids(record, tokenizer, text_key)
         trained = np.arange(len(ids)) >= prompt
         return [Example(record.where, np.array(ids, np.int32), trained)]
-    parts = [part.tokens(tokenizer, template) for part in conversation.parts(answers)]
-    return [
-        Example(record.where, np.array(ids, np.int32), np.array(trained, bool))
-        for ids, trained in parts
-    ]
+    examples = []
+    for part in conversation.parts(answers):
+        ids, is_trained = part.tokens(tokenizer, template)
+        lost = part.lost_reasoning(tokenizer.decode(ids))
+        trained = np.array(is_trained, bool)
+        examples.append(Example(record.where, np.array(ids, np.int32), trained, lost))
+    return examples
 
 
 def _text_ids(record: Record, tokenizer: Tokenizer, text_key: str) -> tuple[list[int], int]:

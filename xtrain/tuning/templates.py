@@ -68,10 +68,14 @@ class Turns:
     begun: str = ""
     ends: bool = False
 
+    @property
+    def text(self) -> str:
+        """All that is around the messages."""
+        return "".join(text for pair in self.roles.values() for text in pair)
+
     def source(self, name: str, tokenizer: Tokenizer) -> str:
         """Return the Jinja template. Raises UserError if the tokenizer lacks one of its tokens."""
-        around = "".join(text for pair in self.roles.values() for text in pair)
-        for token in re.findall(r"<[^<>\s]+>", around):
+        for token in re.findall(r"<[^<>\s]+>", self.text):
             if not _is_token(token, tokenizer):
                 raise UserError(
                     f"the tokenizer has no token {token}, which the chat template {name} needs: "
