@@ -47,8 +47,10 @@ def test_calls_in_every_form():
     and `is none`."""
     source = """{% for m in messages %}{{ m.content + '|' }}{{ m.content is none }}|{{ m.content is not none }}
 {% for c in m.tool_calls %}{{ '|' + c.function.arguments }}|{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"""
-    arguments = '{"a": ["\u00e4"]}'
-    for form in (arguments, {"a": ["\u00e4"]}):
+    for form, arguments in (
+        ('{"a":["\u00e4"]}', '{"a":["\u00e4"]}'),
+        ({"a": ["\u00e4"]}, '{"a": ["\u00e4"]}'),
+    ):
         call = {"type": "function", "function": {"name": "f", "arguments": form}}
         for content in ({}, {"content": None}):
             message = {"role": "assistant", **content, "tool_calls": [call]}

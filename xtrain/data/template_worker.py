@@ -120,7 +120,12 @@ class LoopMarker(jinja2.visitor.NodeTransformer):
 
 
 class Arguments(dict):
-    """The arguments of a call: an object, which is JSON where a template joins it to a text."""
+    """The arguments of a call: an object, which is JSON where a template joins it to a text.
+
+    json: as the message has them, "" if it has an object.
+    """
+
+    json = ""
 
     def __radd__(self, text):
         return text + to_json(self)
@@ -141,16 +146,20 @@ def with_calls(message):
     for call in message["tool_calls"]:
         function = call.get("function", call)
         arguments = function.get("arguments")
+        text = ""
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):  # a model may write anything
-                arguments = json.loads(arguments or "{}")
+                text = arguments or "{}"
+                arguments = json.loads(text)
         if isinstance(arguments, dict):
-            arguments = Arguments(arguments)
-        function["arguments"] = arguments
+            function["arguments"] = Arguments(arguments)
+            function["arguments"].json = text
 
 
 def to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     """Replace Jinja's own filter, which escapes characters for HTML."""
+    if isinstance(x, Arguments) and x.json:
+        return x.json
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

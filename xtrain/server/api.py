@@ -240,6 +240,8 @@ class Message(Body):
             message["role"] = "system"
         if self.tool_calls:
             message["tool_calls"] = [call.plain() for call in self.tool_calls]
+            if not content:  # a template may ask whether there is one
+                del message["content"]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         for name in ("name", "reasoning_content"):
