@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from evaluating import evaluate, lines, logprobs, results, theirs
-from serving import TOKENIZER, make_folder, tokenizer_folder
+from serving import CHATML, TOKENIZER, make_folder, tokenizer_folder
 from tokenizers import AddedToken
 from twins import random_model, small
 
@@ -147,6 +147,64 @@ def test_generation(folder, tmp_path, capsys):
         assert item["found"] == (item["text"][-1:] or None)
     (found,) = results(capsys, tmp_path, folder, file, *short, "--limit", 2)
     assert found["n"] == 2
+
+
+def test_a_chat_model_is_asked(tmp_path, capsys):
+    """By messages, or by prompts in its template; choices follow the generation prompt. As transformers renders them."""
+    tokens = [AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")]
+    folder = tokenizer_folder(tmp_path / "model", added=tokens, template=CHATML)
+    random_model(small(vocab_size=Tokenizer.load(folder).vocab_size, head_dim=16)).save_pretrained(
+        folder
+    )
+    model, tokenizer = theirs(folder)
+    user = {"role": "user", "content": "def f"}
+    talk = [{"role": "system", "content": "x"}, user]
+    ids = tokenizer.apply_chat_template(
+        talk, add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    out = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    said = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    asked = ["--max-new-tokens", 8, "--system", "x"]
+    chat = lines(tmp_path / "chat.jsonl", {"messages": [user], "answer": said})
+    plain = lines(tmp_path / "plain.jsonl", {"prompt": "def f", "answer": said})
+    for file, more, kind in (
+        (chat, [], "chat"),
+        (chat, ["--chat-template", "model"], "chat"),
+        (plain, ["--chat-template", "model"], "question"),
+        (plain, ["--chat-template", "chatml"], "question"),
+    ):
+        (found,) = results(capsys, tmp_path, folder, file, *asked, *more)
+        assert found["kind"] == kind and found["items"][0]["text"] == said
+    (found,) = results(capsys, tmp_path, folder, plain, "--max-new-tokens", 8)
+    assert found["items"][0]["text"] != said
+    row = {"prompt": "def f", "choices": CHOICES, "answer": 1}
+    file = lines(tmp_path / "quiz.jsonl", row)
+    more = ["--chat-template", "model", "--system", "x"]
+    (found,) = results(capsys, tmp_path, folder, file, *more)
+    text = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
+    want = [loglikelihood(model, tokenizer, text, choice)[0] for choice in CHOICES]
+    np.testing.assert_allclose(found["items"][0]["logprobs"], want, atol=2e-4)
+    for arguments, words in (
+        ([chat, "--shots", 1, "--examples", plain], "of kind question"),
+        ([chat, "--shots", 1, "--examples", lines(tmp_path / "c2.jsonl", {"messages": [user], "answer": "x"})],
+         "has messages, which --shots cannot be put in front of"),
+        ([plain, "--system", "x"], "--system needs records with messages"),
+        ([plain, "--chat-template", "llama"], "--chat-template llama is no file"),
+    ):  # fmt: skip
+        code, _, err = evaluate(capsys, folder, *arguments)
+        assert code == 2 and words in err
+
+
+def test_the_last_number_is_the_flexible_match(tmp_path, capsys, folder, monkeypatch):
+    said = ["It is 7, so #### 1,042", "I say $1,042.", "It is 1042, not 7.", "none"]
+    monkeypatch.setattr(Scorer, "generate", lambda *_: said)
+    rows = [{"question": "How many?", "answer": "40\n#### 1,042"}] * 4
+    (found,) = results(
+        capsys, tmp_path, folder, lines(tmp_path / "t.jsonl", *rows), "--max-new-tokens", 8
+    )
+    assert [item["exact_match"] for item in found["items"]] == [1, 0, 0, 0]
+    assert [item["flexible_match"] for item in found["items"]] == [1, 1, 0, 0]
+    assert found["metrics"]["flexible_match"]["value"] == 0.5
 
 
 def test_extraction_and_comparison():

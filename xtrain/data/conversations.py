@@ -142,7 +142,11 @@ class Conversation:
         return lost
 
     def prompt(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
-        """Return the ids up to where the next answer begins. Answers at the end, which a record for
+        """Return the ids of prompt_text. Raises UserError."""
+        return tokenizer.encode(self.prompt_text(template))
+
+    def prompt_text(self, template: ChatTemplate | None) -> str:
+        """Return the text up to where the next answer begins. Answers at the end, which a record for
         fine-tuning has, are not part of it. Raises UserError."""
         messages = self.asked
         if not messages:
@@ -151,8 +155,7 @@ class Conversation:
                 "add a message of the user, or remove the line"
             )
         with naming(self.where):
-            text = _needed(template).render(messages, True, self.tools, self.values)
-        return tokenizer.encode(text)
+            return _needed(template).render(messages, True, self.tools, self.values)
 
     def tokens(
         self, tokenizer: Tokenizer, template: ChatTemplate | None

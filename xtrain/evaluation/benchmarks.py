@@ -16,11 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .tasks import Choice, Item, Kind, Question, Record, read_choice, read_cloze, read_question
+from .tasks import (
+    Choice,
+    Item,
+    Kind,
+    Question,
+    Record,
+    read_chat,
+    read_choice,
+    read_cloze,
+    read_question,
+)
 
 LETTERS = "ABCD"
 GSM8K_STOP = ("Question:", "</s>", "<|im_end|>")
 GSM8K_ANSWER = r"#### (\-?[0-9\.\,]+)"
+GSM8K_FLEXIBLE = r"-?[$0-9.,]{2,}|-?[0-9]+"
 GSM8K_IGNORE = (",", r"\$", r"\.$")
 
 
@@ -111,8 +122,8 @@ def _mmlu_examples(path: Path) -> list[Path]:
 
 
 def read_gsm8k(r: Record) -> Item:
-    """Read a question of GSM8K. The answer is what follows #### in the generated text; commas, $
-    and a last point do not count."""
+    """Read a question of GSM8K. The answer is what follows #### in the generated text, and for the
+    second metric its last number; commas, $ and a last point do not count."""
     answer = r.text("answer")
     if not re.search(GSM8K_ANSWER, answer):
         raise UserError(f'{r.where}: the answer has no "#### NUMBER" at its end: add it')
@@ -122,6 +133,7 @@ def read_gsm8k(r: Record) -> Item:
         answer=answer,
         stop=GSM8K_STOP,
         extract=GSM8K_ANSWER,
+        flexible=GSM8K_FLEXIBLE,
         ignore=GSM8K_IGNORE,
         ignore_case=True,
     )
@@ -138,4 +150,5 @@ KINDS = {
     "choice": Kind(frozenset({"prompt", "choices"}), read_choice),
     "cloze": Kind(frozenset({"prompt", "continuation"}), read_cloze),
     "question": Kind(frozenset({"prompt", "answer"}), read_question),
+    "chat": Kind(frozenset({"messages", "answer"}), read_chat),
 }

@@ -6,7 +6,8 @@
                 are equal wins)
     Cloze       acc: each token of the continuation is the most likely one; perplexity: exp of -its
                 mean log-probability (as lm-eval's LAMBADA)
-    Question    exact_match: the generated answer is the right one
+    Question    exact_match: the generated answer is the right one; flexible_match: the same with
+                what Question.flexible finds
 
 Each metric has a standard error (results.py).
 """
@@ -129,12 +130,20 @@ class ClozeExam(Exam):
 class QuestionExam(Exam):
     """Prompts that the model continues greedily."""
 
-    def __init__(self, task: Task, items: Sequence[Question], scorer: Scorer, max_new_tokens: int):
+    def __init__(
+        self,
+        task: Task,
+        items: Sequence[Question],
+        scorer: Scorer,
+        max_new_tokens: int,
+        chat_stop: frozenset[int] | None,
+    ):
         self.task = task
+        self.chat_stop = chat_stop
         self.items = items
         self.max_new_tokens = max_new_tokens
         _ = scorer.defaults  # a wrong generation_config.json is refused here
-        self.prompts = [scorer.encode(x.prompt) for x in items]
+        self.prompts = [scorer.encode(x.prompt, x.is_chat) for x in items]
         for x, ids in zip(items, self.prompts):
             if len(ids) + max_new_tokens > scorer.context:
                 raise UserError(
@@ -149,27 +158,33 @@ class QuestionExam(Exam):
         texts = [""] * len(self.items)
         for stop in dict.fromkeys(x.stop for x in self.items):  # in order: the same bits each time
             numbers = [i for i, x in enumerate(self.items) if x.stop == stop]
-            new = scorer.generate([self.prompts[i] for i in numbers], self.max_new_tokens, stop)
+            prompts = [self.prompts[i] for i in numbers]
+            new = scorer.generate(prompts, self.max_new_tokens, stop, self.chat_stop)
             for i, text in zip(numbers, new):
                 texts[i] = text
         found: list[dict[str, Any]] = []
         for x, text in zip(self.items, texts):
-            answer = extracted(x, text)
             right = extracted(x, x.answer)
             if right is None:
                 right = x.answer
-            match = answer is not None and normalized(x, answer) == normalized(x, right)
-            found.append(
-                {"where": x.where, "text": text, "found": answer, "exact_match": float(match)}
-            )
+            right = normalized(x, right)
+            answer = extracted(x, text)
+            match = answer is not None and normalized(x, answer) == right
+            row = {"where": x.where, "text": text, "found": answer, "exact_match": float(match)}
+            if x.flexible:
+                last = re.findall(x.flexible, text)[-1:]
+                row["flexible_match"] = float([right] == [normalized(x, y) for y in last])
+            found.append(row)
         metrics = {"exact_match": ratio([row["exact_match"] for row in found])}
+        if "flexible_match" in found[0]:
+            metrics["flexible_match"] = ratio([row["flexible_match"] for row in found])
         return Result(str(self.task.path), self.task.kind, len(found), metrics, found)
 
 
 def fitting(scorer: Scorer, item: Item, continuation: str, name: str) -> Tokens:
     """Return the tokens of an item and one continuation. Raises UserError if they are too many, or
     if the continuation has none."""
-    tokens = scorer.encode_pair(item.prompt, item.delimiter + continuation)
+    tokens = scorer.encode_pair(item.prompt, item.delimiter + continuation, item.is_chat)
     if not tokens.continuation:
         raise UserError(
             f"{item.where}: {name} has no token of its own after the prompt: change the text or "

@@ -11,12 +11,15 @@ from typing import Annotated, Any
 
 from ..cli import say
 from ..console import PrintableConsole
+from ..data.chat_template import template_values
 from ..errors import UserError
+from ..formats.texts import Texts
 from ..nn.quantized import quantize_weights
 from ..option_fields import REPEATED
 from ..serving.options import BatchInvariant, MaxBatch, SharedOptions
 from ..serving.pretrained import ModelOptions, Pretrained
 from ..serving.text_generation import MaxNewTokens
+from ..tuning.templates import with_template
 from .benchmarks import KINDS
 from .exams import ChoiceExam, ClozeExam, Exam, QuestionExam, TextExam, together
 from .results import Result, table, write_json
@@ -35,6 +38,12 @@ class Options(SharedOptions, ModelOptions):
     shots: int = 0  # solved examples in front of each prompt
     # the file with these examples; none: where MMLU and GSM8K have them, next to the task
     examples: str | None = None
+    # ask prompts as messages of the user, in a chat template: that of the `model`, a file, or a name
+    # as in xtrain finetune; without it, only records with messages are asked so
+    chat_template: str | None = None
+    # values that the chat template reads, as JSON, such as '{"enable_thinking": false}'
+    chat_template_kwargs: str | None = None
+    system: str | None = None  # the system message of conversations that have none
     limit: int | None = None  # only the first items of each file
     context: int | None = None  # tokens of a sequence, at most; none: what the model supports
     stride: int | None = None  # tokens between two windows of a text; none: half the context
@@ -106,7 +115,10 @@ class TaskExams:
         if not 1 <= stride <= context:
             raise UserError(f"--stride must be from 1 to the context, {context}, got {stride}")
         self.scorer = Scorer(p, context, o.max_batch, o.batch_invariant, o.kv_cache, o.speculate)
-        self.exams = [_exam(task, self.scorer, stride, o.max_new_tokens) for task in tasks]
+        if o.system is not None and not any(_is_chat(task, o) for task in tasks):
+            raise UserError("--system needs records with messages, or --chat-template: give one")
+        chats = _texts(p, o)
+        self.exams = [_exam(task, self.scorer, stride, o, chats) for task in tasks]
         self.scorer.max_batch = min(o.max_batch, max(exam.n_sequences for exam in self.exams))
 
     def results(self) -> Iterator[Result]:
@@ -134,7 +146,7 @@ def prepared(task: Task, o: Options) -> Task:
     if o.stop:
         changes["stop"] = tuple(o.stop)
     if o.extract is not None:
-        changes["extract"] = o.extract
+        changes |= {"extract": o.extract, "flexible": ""}
     if o.shots:
         shots = _examples(task, o)
     else:
@@ -177,15 +189,36 @@ def _examples(task: Task, o: Options) -> list[Item]:
     return [item for item in shots.items if isinstance(item, Item)]
 
 
-def _exam(task: Task, scorer: Scorer, stride: int, max_new_tokens: int) -> Exam:
+def _texts(p: Texts, o: Options) -> Texts:
+    """Return the texts with the chat template that the options choose. Raises UserError."""
+    if o.chat_template not in (None, "model"):
+        p = with_template(p, o.chat_template)
+    values = template_values(o.chat_template_kwargs)
+    if values and p.template is not None:
+        return replace(p, template=p.template.with_values(values))
+    return p
+
+
+def _is_chat(task: Task, o: Options) -> bool:
+    if task.kind == "text":
+        return False
+    return o.chat_template is not None or task.kind == "chat"
+
+
+def _exam(task: Task, scorer: Scorer, stride: int, o: Options, texts: Texts) -> Exam:
+    """Return the exam of a task. texts: with the template of chats."""
     items: list[Any] = task.items
     if task.kind == "text":
         return TextExam(task, items, scorer, stride)
+    chat_stop = None
+    if _is_chat(task, o):
+        items = [item.asked(texts.template, o.system) for item in items]
+        chat_stop = texts.chat_stop
     if isinstance(items[0], Choice):
         return ChoiceExam(task, items, scorer)
     if isinstance(items[0], Cloze):
         return ClozeExam(task, items, scorer)
-    return QuestionExam(task, items, scorer, max_new_tokens)
+    return QuestionExam(task, items, scorer, o.max_new_tokens, chat_stop)
 
 
 def _pooled(results: list[Result]) -> list[Result]:

@@ -68,9 +68,10 @@ class Scorer:
     _engine: Engine | None = field(default=None, repr=False)
 
     # ------------------------------------------------------------------------- text to tokens
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that something follows."""
-        return self.pretrained.tokenizer.encode_prompt(text)
+    def encode(self, text: str, is_chat: bool = False) -> list[int]:
+        """Return the ids of a text that something follows. is_chat: the chat template has written
+        it, with all special tokens."""
+        return self.pretrained.tokenizer.encode_prompt(text, not is_chat)
 
     @property
     def begin_token(self) -> int:
@@ -87,7 +88,7 @@ class Scorer:
             )
         return begin
 
-    def encode_pair(self, prompt: str, continuation: str) -> Tokens:
+    def encode_pair(self, prompt: str, continuation: str, is_chat: bool = False) -> Tokens:
         """Return the tokens of a prompt and of what follows it; after an empty prompt, begin_token
         is the context."""
         if not prompt:
@@ -98,8 +99,8 @@ class Scorer:
         spaces = len(prompt) - len(prompt.rstrip())
         if spaces:
             prompt, continuation = prompt[:-spaces], prompt[-spaces:] + continuation
-        context = self.encode(prompt)
-        whole = self.encode(prompt + continuation)
+        context = self.encode(prompt, is_chat)
+        whole = self.encode(prompt + continuation, is_chat)
         return Tokens(context, whole[len(context) :])
 
     # ------------------------------------------------------------------------- with the model
@@ -153,11 +154,17 @@ class Scorer:
         return scores
 
     def generate(
-        self, prompts: Sequence[list[int]], max_new_tokens: int, stop: Iterable[str], **options: Any
+        self,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        stop: Iterable[str],
+        end: frozenset[int] | None = None,
+        **options: Any,
     ) -> list[str]:
         """Return the texts after prompts, up to a stop string, an end token, max_new_tokens or the
         end of the context.
 
+        end: the end tokens; None: those of a text.
         options: as Engine.stream has them; the model's defaults are the others. Without a
         temperature the most likely token is taken each time.
         Raises UserError if the logits are not numbers.
@@ -166,7 +173,8 @@ class Scorer:
         stop = list(stop)
         given = GREEDY | options | {"max_new_tokens": max_new_tokens}
         arguments = self.defaults.fill(given, GREEDY)
-        end = self.pretrained.answer_stop
+        if end is None:
+            end = self.pretrained.answer_stop
         texts: list[str] = []
         for part in _parts(prompts):
             engine = self.engine(max(map(len, part)) + max_new_tokens)

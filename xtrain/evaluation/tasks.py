@@ -4,6 +4,7 @@
     .jsonl  {"prompt", "choices", "answer"}           multiple choice; answer: index of the right one
             {"prompt", "continuation"}                cloze: would the model say the continuation?
             {"prompt", "answer"}                      generation: is the answer what the model says?
+            {"messages", "answer"}                    the same, in a chat (data/conversations.py)
             and the published files of HellaSwag, ARC, MMLU (also .csv) and GSM8K (benchmarks.py)
 
 Prompt and continuation are joined by a space, unless a line has another "delimiter"; a
@@ -18,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..data.chat_template import ChatTemplate
 from ..data.compressed import open_file, suffix
+from ..data.conversations import Conversation
 from ..data.records import Record, decoded, json_records
 from ..data.text_files import read_text
 from ..errors import UserError
@@ -37,10 +40,16 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A prompt and what should follow it."""
+    """A prompt and what should follow it.
+
+    conversation: in place of a prompt.
+    is_chat: the prompt is a conversation that the chat template has rendered.
+    """
 
     where: str  # file and line, for messages
     prompt: str
+    conversation: Conversation | None = None
+    is_chat: bool = False
     delimiter: str = " "  # between the prompt and what follows it
     description: str = ""  # in front of all examples and the prompt
 
@@ -49,8 +58,28 @@ class Item:
         """Return the right continuation, without the delimiter."""
         raise NotImplementedError
 
+    def asked(self, template: ChatTemplate | None, system: str | None) -> "Item":
+        """Return this item as a conversation that the chat template has rendered: its messages, or
+        the prompt as the user's message. Raises UserError.
+
+        system: the system message, unless there is one.
+        """
+        talk = self.conversation
+        if talk is None:
+            talk = Conversation(self.where, [{"role": "user", "content": self.prompt}])
+        if system is not None and talk.messages[0]["role"] != "system":
+            first = {"role": "system", "content": system}
+            talk = dataclasses.replace(talk, messages=[first, *talk.messages])
+        prompt = talk.prompt_text(template)
+        return dataclasses.replace(self, prompt=prompt, delimiter="", is_chat=True)
+
     def with_examples(self, examples: list["Item"]) -> "Item":
-        """Return this item with solved examples in front of its prompt."""
+        """Return this item with solved examples in front of its prompt. Raises UserError."""
+        if examples and self.conversation is not None:
+            raise UserError(
+                f"{self.where} has messages, which --shots cannot be put in front of: write the "
+                "examples as messages"
+            )
         shots = (x.prompt + x.delimiter + x.target + BETWEEN_EXAMPLES for x in examples)
         prompt = self.description + "".join(shots) + self.prompt
         return dataclasses.replace(self, prompt=prompt, description="")
@@ -85,6 +114,7 @@ class Question(Item):
 
     stop: texts that end the generated one.
     extract: a regular expression that finds the answer in a text, or "".
+    flexible: another one, whose last match is the answer of a second, less strict metric, or "".
     ignore: regular expressions; what they match is removed from both answers, one after the other,
     before they are compared.
     ignore_case: compare in lower case.
@@ -93,6 +123,7 @@ class Question(Item):
     answer: str
     stop: tuple[str, ...] = ()
     extract: str = ""
+    flexible: str = ""
     ignore: tuple[str, ...] = ()
     ignore_case: bool = False
 
@@ -167,6 +198,11 @@ def read_cloze(r: Record) -> Item:
 
 def read_question(r: Record) -> Item:
     return Question(**_common(r), answer=r.text("answer"))
+
+
+def read_chat(r: Record) -> Item:
+    conversation = Conversation.of(r)
+    return Question(where=r.where, prompt="", conversation=conversation, answer=r.text("answer"))
 
 
 def read_task(path: Path, kinds: dict[str, Kind], limit: int | None = None) -> Task:
