@@ -572,3 +572,43 @@ def test_a_chosen_template_is_saved_with_the_run(tmp_path, folder, capsys):
         corpus_of(folder, data, chat_template="llama")
     with pytest.raises(UserError, match=r"line 1: .*'x'.* does not read this value"):
         corpus_of(folder, data, chat_template_kwargs='{"x": 1}')
+
+
+def test_a_model_of_ones_own_learns_roles(tmp_path, capsys):
+    """chatml adds its tokens to the vocabulary; their rows are new, trained and saved, and a run resumes with the same bits."""
+    base = tmp_path / "base"
+    plain = Tokenizer.train(["def f(x):\n    return x + 1\n" * 50], 290)
+    model = twins.random_model(
+        twins.small(vocab_size=plain.vocab_size, max_seq_len=96, tie_embeddings=False),
+        device="cpu",
+    )
+    model.save_pretrained(base, plain)
+    data = write(tmp_path / "d.jsonl", *[{"messages": TALK}] * 6)
+    config = config_of(base, tmp_path / "a", data, steps=4, save_every=2, chat_template="chatml")
+    whole = finetune(config, SILENT)
+    half = config_of(base, tmp_path / "b", data, steps=4, save_every=2, chat_template="chatml")
+    stopped = finetune(FinetuneConfig(**{**vars(half), "stop_at": 2}), SILENT)
+    assert main(["--out", str(tmp_path / "b"), "--name", "run", "--resume"]) == 0
+    assert_same_run(whole, stopped)
+    last = whole / "checkpoints/step-000004"
+    texts = load_texts(last)
+    new = [plain.vocab_size, plain.vocab_size + 1]
+    assert [texts.tokenizer.encode(x) for x in ("<|im_start|>", "<|im_end|>")] == [[x] for x in new]
+    assert new[1] in texts.stop
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(last)
+    assert theirs.config.vocab_size == plain.vocab_size + 2
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        before = twins.weights(model)[name]
+        after = dict(theirs.named_parameters())[name].detach().numpy()
+        assert len(after) == len(before) + 2
+        moved = np.abs(after[-2:] - before.mean(0)).max(1)
+        assert (moved > 2e-3).all() and not np.array_equal(after[-1], after[-2])
+    ids = transformers.AutoTokenizer.from_pretrained(last).apply_chat_template(TALK)["input_ids"]
+    assert ids == texts.tokenizer.encode(texts.template.render(TALK, False))
+    given = ["--init", str(base), "--data", data, "--out", str(tmp_path / "c")]
+    for more, words in (
+        (["--lora", "4", "--chat-template", "chatml"], "adds tokens to the vocabulary, whose emb"),
+        (["--chat-template", "llama3"], "no token <|start_header_id|>, which the chat template"),
+    ):
+        assert main([*given, *more]) == 2
+        assert words in capsys.readouterr().err

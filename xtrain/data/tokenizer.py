@@ -20,7 +20,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +229,12 @@ class Tokenizer:
         other = copy.copy(self)
         other.special_ids = self.special_ids - frozenset(ids)
         return other
+
+    def with_tokens(self, texts: Sequence[str]) -> "Tokenizer":
+        """Return this tokenizer with special tokens of these texts after the others."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in texts])
+        return Tokenizer(backend, self.eot, self.companions)
 
     def with_chat_template(self, source: str) -> "Tokenizer":
         """Return this tokenizer with one chat template, in chat_template.jinja."""

@@ -4,6 +4,7 @@ ids (B, T) -> Decoder (decoder.py): (N, C), N = B T -> head: logits (N, V)
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -477,6 +478,7 @@ class Transformer(Module):
         trainable: bool = True,
         world: int = 1,
         change: str | Callable[["Transformer"], "Transformer"] | None = None,
+        vocab_size: int | None = None,
     ) -> "Transformer":
         """Read a folder in the Hugging Face layout: huggingface.load.
 
@@ -484,13 +486,17 @@ class Transformer(Module):
 
         change: the function that changes the model, see `changed`; also for a folder of a model
             that was changed and trained.
+        vocab_size: of the model, if it shall have more tokens than in the folder; their rows of the
+            embedding and of the head are near the mean of the others.
         """
-        return huggingface.load(
-            Path(folder),
-            lambda config: cls(config, None, device, precision, world=world, trainable=trainable),
-            None if change is None else lambda model: model.changed(change),
-            trainable,
-        )
+
+        def make(config: ModelConfig) -> "Transformer":
+            if vocab_size is not None:
+                config = replace(config, vocab_size=max(vocab_size, config.vocab_size))
+            return cls(config, None, device, precision, world=world, trainable=trainable)
+
+        change_it = None if change is None else lambda model: model.changed(change)
+        return huggingface.load(Path(folder), make, change_it, trainable)
 
     def changed(self, change: str | Callable[["Transformer"], "Transformer"]) -> "Transformer":
         """Change this model in place by a function, which returns it: the commands' --change.

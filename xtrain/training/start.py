@@ -187,8 +187,14 @@ def make_model(start: Start, corpus: Any, world: int) -> Transformer:
     options = (start.device, config.precision, config.recompute, world)
     change = config.change
     if config.init is not None and start.saved is None:
+        vocab_size = corpus.vocab_size if getattr(corpus, "adds_tokens", False) else None
         model = Transformer.from_pretrained(
-            config.init, start.device, config.precision, world=world, change=change
+            config.init,
+            start.device,
+            config.precision,
+            world=world,
+            change=change,
+            vocab_size=vocab_size,
         )
         model.recompute = config.recompute
     else:

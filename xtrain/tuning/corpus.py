@@ -14,6 +14,7 @@ from ..data.batches import Batch
 from ..data.chat_template import ChatTemplate
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
+from ..formats.huggingface import read_config
 from .examples import Example, digest, has_messages, read_examples
 from .rows import RowLoader, packed, rows_of
 from .templates import chosen_texts, with_default_template
@@ -55,6 +56,7 @@ class Conversations:
     reasons: a sentence for each reason.
     seq_len: T of the longest in use.
     pack: several examples in a row.
+    adds_tokens: the tokenizer has tokens that the model does not have, which gets them.
     is_new_template: the model had no chat template, so it gets the default one.
     """
 
@@ -63,6 +65,7 @@ class Conversations:
     left_out = ()
     reasons: Sequence[str] = ()
     is_new_template = False
+    adds_tokens = False
 
     def __init__(
         self,
@@ -147,7 +150,14 @@ def read_conversations(config: Any, source: Path, context: int) -> Conversations
     config: a FinetuneConfig.  source: the model's folder.  context: the model's. Raises UserError.
     """
     c = config
-    texts = chosen_texts(c, source)
+    vocab_size = read_config(source).vocab_size
+    texts = chosen_texts(c, source, adds_tokens=True)
+    new_rows = max(0, texts.tokenizer.vocab_size - vocab_size)
+    if c.lora and c.chat_template == "chatml" and new_rows:
+        raise UserError(
+            "--chat-template chatml adds tokens to the vocabulary, whose embeddings --lora does not "
+            "train: leave --lora out, or choose --chat-template plain"
+        )
     is_new_template = texts.template is None and has_messages((*c.data, *c.val_data))
     if is_new_template:
         texts = with_default_template(texts)
@@ -192,6 +202,7 @@ def read_conversations(config: Any, source: Path, context: int) -> Conversations
         c.pack,
     )
     corpus.is_new_template = is_new_template
+    corpus.adds_tokens = new_rows > 0 and c.chat_template == "chatml"
     corpus.reasons = left_out.sentences
     if lost := sum(x.lost_reasoning for x in (*corpus.train, *corpus.val)):
         corpus.reasons += [

@@ -73,14 +73,18 @@ class Turns:
         """All that is around the messages."""
         return "".join(text for pair in self.roles.values() for text in pair)
 
+    def missing(self, tokenizer: Tokenizer) -> list[str]:
+        """Return the tokens of the template that a tokenizer does not have."""
+        tokens = dict.fromkeys(re.findall(r"<[^<>\s]+>", self.text))
+        return [token for token in tokens if not _is_token(token, tokenizer)]
+
     def source(self, name: str, tokenizer: Tokenizer) -> str:
         """Return the Jinja template. Raises UserError if the tokenizer lacks one of its tokens."""
-        for token in re.findall(r"<[^<>\s]+>", self.text):
-            if not _is_token(token, tokenizer):
-                raise UserError(
-                    f"the tokenizer has no token {token}, which the chat template {name} needs: "
-                    "choose another one"
-                )
+        for token in self.missing(tokenizer):
+            raise UserError(
+                f"the tokenizer has no token {token}, which the chat template {name} needs: choose "
+                "another one, or add the tokens with xtrain finetune --chat-template chatml"
+            )
         values = {
             "TURNS": self.roles,
             "BEGIN": tokenizer.decode(tokenizer.begin),
@@ -152,13 +156,17 @@ def template_source(choice: str, tokenizer: Tokenizer) -> str:
         ) from None
 
 
-def chosen_texts(config: Any, folder: Path) -> Texts:
+def chosen_texts(config: Any, folder: Path, adds_tokens: bool = False) -> Texts:
     """Return what a model's folder says about texts, with the template and its values that
     --chat-template and --chat-template-kwargs choose. Raises UserError.
 
     config: a FinetuneConfig or ReinforceConfig.
+    adds_tokens: if the tokenizer does not have those of chatml, they are added to it.
     """
     texts = load_texts(folder)
+    new = NAMED["chatml"].missing(texts.tokenizer)
+    if adds_tokens and config.chat_template == "chatml" and new:
+        texts = texts_of(folder, texts.tokenizer.with_tokens(new), texts.stop)
     if config.chat_template is not None:
         texts = with_template(texts, config.chat_template)
     values = template_values(config.chat_template_kwargs)
@@ -186,6 +194,4 @@ def with_template(texts: Texts, choice: str) -> Texts:
 def with_default_template(texts: Texts) -> Texts:
     """Return the texts with the default template: chatml if the tokenizer has its tokens, else
     plain. Raises UserError if the tokenizer has no end of text."""
-    if all(_is_token(token, texts.tokenizer) for token in ("<|im_start|>", "<|im_end|>")):
-        return with_template(texts, "chatml")
-    return with_template(texts, "plain")
+    return with_template(texts, "plain" if NAMED["chatml"].missing(texts.tokenizer) else "chatml")
