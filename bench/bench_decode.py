@@ -38,6 +38,7 @@ from typing import Literal
 import cupy as cp
 import numpy as np
 import tyro
+from _shapes import QWEN3_06B, QWEN3_8B, SMOLLM2, TINYLLAMA
 from _timing import copy_bandwidth, gpu_ms, record
 
 import xtrain
@@ -48,66 +49,12 @@ from xtrain.kernels.cast import cast_fwd
 from xtrain.nn.quantized import linear_weights, quantize_weights
 from xtrain.serving.scheduler import graph_size
 
-SHAPE = dict(
-    vocab_size=32000,
-    dim=2048,
-    n_layers=22,
-    n_heads=32,
-    n_kv_heads=4,
-    hidden_dim=5632,
-    max_seq_len=8192,
-    norm_eps=1e-5,
-    qk_norm=False,
-)
 NAME = "llama 1.1B"
 SHAPES = {
-    "1.1B": (NAME, SHAPE),
-    "8B": (
-        "Qwen3-8B",
-        dict(
-            vocab_size=151936,
-            dim=4096,
-            n_layers=36,
-            n_heads=32,
-            n_kv_heads=8,
-            head_dim=128,
-            hidden_dim=12288,
-            max_seq_len=20480,
-            norm_eps=1e-6,
-            qk_norm=True,
-        ),
-    ),
-    "0.6B": (
-        "Qwen3-0.6B",
-        dict(
-            vocab_size=151936,
-            dim=1024,
-            n_layers=28,
-            n_heads=16,
-            n_kv_heads=8,
-            head_dim=128,
-            hidden_dim=3072,
-            max_seq_len=8192,
-            norm_eps=1e-6,
-            qk_norm=True,
-            tie_embeddings=True,
-        ),
-    ),
-    "135M": (
-        "SmolLM2-135M",
-        dict(
-            vocab_size=49152,
-            dim=576,
-            n_layers=30,
-            n_heads=9,
-            n_kv_heads=3,
-            hidden_dim=1536,
-            max_seq_len=8192,
-            norm_eps=1e-5,
-            qk_norm=False,
-            tie_embeddings=True,
-        ),
-    ),
+    "1.1B": (NAME, TINYLLAMA | {"max_seq_len": 8192}),
+    "8B": ("Qwen3-8B", QWEN3_8B | {"max_seq_len": 20480}),
+    "0.6B": ("Qwen3-0.6B", QWEN3_06B | {"max_seq_len": 8192}),
+    "135M": ("SmolLM2-135M", SMOLLM2 | {"max_seq_len": 8192}),
 }
 
 

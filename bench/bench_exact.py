@@ -22,6 +22,7 @@ import bench_train
 import cupy as cp
 import numpy as np
 import tyro
+from _shapes import LLAMA_1B
 from _timing import record
 from bench_decode import step_ms
 from bench_serve import MODELS, workload
@@ -30,20 +31,7 @@ import xtrain
 from xtrain.device import free_cached, to_numpy
 from xtrain.kernels.cast import cast_fwd
 
-LLAMA_1B = dict(
-    vocab_size=128256,
-    max_seq_len=32768,
-    norm_eps=1e-5,
-    qk_norm=False,
-    dim=2048,
-    n_layers=16,
-    n_heads=32,
-    n_kv_heads=8,
-    head_dim=64,
-    hidden_dim=8192,
-    tie_embeddings=True,
-)
-SHAPES = {"0.6B": MODELS["0.6B"], "1B": LLAMA_1B}
+SHAPES = {"0.6B": MODELS["0.6B"], "1B": LLAMA_1B | {"max_seq_len": 32768}}
 NAMES = {"0.6B": "Qwen3-0.6B", "1B": "Llama-3.2-1B"}
 PARTS = ["bits", "train", "prefill", "decode", "requests"]
 

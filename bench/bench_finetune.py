@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import _shapes
 import cupy as cp
 import numpy as np
 import tyro
@@ -38,29 +39,9 @@ from xtrain.training.run import Run
 from xtrain.tuning.examples import Example
 from xtrain.tuning.finetune import Conversations
 
-QWEN = xtrain.ModelConfig(
-    vocab_size=151936,
-    dim=1024,
-    n_layers=28,
-    n_heads=16,
-    n_kv_heads=8,
-    head_dim=128,
-    hidden_dim=3072,
-    max_seq_len=2048,
-    rope_theta=1e6,
-    tie_embeddings=True,
-)
-TINYLLAMA = xtrain.ModelConfig(
-    vocab_size=32000,
-    dim=2048,
-    n_layers=22,
-    n_heads=32,
-    n_kv_heads=4,
-    hidden_dim=5632,
-    max_seq_len=2048,
-    qk_norm=False,
-)
 T = 2048
+QWEN = xtrain.ModelConfig(**_shapes.QWEN3_06B, max_seq_len=T)
+TINYLLAMA = xtrain.ModelConfig(**_shapes.TINYLLAMA, max_seq_len=T)
 LR = 1e-5
 RANK = 16
 

@@ -29,6 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import tokenizers
 import tyro
+from _shapes import QWEN3_06B, SMOLLM2
 from _timing import record
 from tokenizers import decoders, pre_tokenizers
 
@@ -39,30 +40,8 @@ from xtrain.formats.architectures import config_to_hf
 from xtrain.reinforcement.prompts import Prompt, Prompts
 from xtrain.reinforcement.reinforce import PreparedConfig, ReinforceRun
 
-QWEN = dict(
-    vocab_size=151936,
-    dim=1024,
-    n_layers=28,
-    n_heads=16,
-    n_kv_heads=8,
-    head_dim=128,
-    hidden_dim=3072,
-    rope_theta=1e6,
-    tie_embeddings=True,
-)
-SMOLLM = dict(
-    vocab_size=49152,
-    dim=576,
-    n_layers=30,
-    n_heads=9,
-    n_kv_heads=3,
-    hidden_dim=1536,
-    rope_theta=1e5,
-    qk_norm=False,
-    tie_embeddings=True,
-)
 TINY = dict(vocab_size=300, dim=64, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=128)
-SHAPES: dict[str, dict[str, Any]] = {"0.6B": QWEN, "135M": SMOLLM, "tiny": TINY}
+SHAPES: dict[str, dict[str, Any]] = {"0.6B": QWEN3_06B, "135M": SMOLLM2, "tiny": TINY}
 NAMES = {"0.6B": "Qwen3-0.6B", "135M": "SmolLM2-135M", "tiny": "tiny"}
 MEAN = 5.6  # tokens of the short completions, of at most LONGEST
 LONGEST = 12

@@ -38,6 +38,7 @@ from typing import Literal
 import cupy as cp
 import numpy as np
 import tyro
+from _shapes import QWEN3_06B, QWEN3_8B
 from _timing import copy_bandwidth, record
 
 import xtrain
@@ -45,28 +46,9 @@ from xtrain.device import free_cached
 from xtrain.kernels.cast import cast_fwd
 from xtrain.kernels.gemm import matmul
 
-QWEN = dict(
-    vocab_size=151936, max_seq_len=32768, norm_eps=1e-6, qk_norm=True, head_dim=128, rope_theta=1e6
-)
 MODELS = {
-    "0.6B": dict(
-        dim=1024,
-        n_layers=28,
-        n_heads=16,
-        n_kv_heads=8,
-        hidden_dim=3072,
-        tie_embeddings=True,
-        **QWEN,
-    ),
-    "8B": dict(
-        dim=4096,
-        n_layers=36,
-        n_heads=32,
-        n_kv_heads=8,
-        hidden_dim=12288,
-        tie_embeddings=False,
-        **QWEN,
-    ),
+    name: shape | {"max_seq_len": 32768}
+    for name, shape in {"0.6B": QWEN3_06B, "8B": QWEN3_8B}.items()
 }
 
 

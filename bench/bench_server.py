@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import tyro
+from _shapes import QWEN3_06B
 
 import xtrain
 from xtrain.formats.texts import Texts
@@ -61,19 +62,8 @@ def make_engine(o: Options) -> xtrain.Engine:
         from emulated_engine import EmulatedEngine
 
         return EmulatedEngine(*sizes, reuse_prefix=False, prefill_interval=PREFILL_INTERVAL["gpu"])
-    shape = dict(
-        vocab_size=151936,
-        dim=1024,
-        n_layers=28,
-        n_heads=16,
-        n_kv_heads=8,
-        head_dim=128,
-        hidden_dim=3072,
-        max_seq_len=2048,
-        rope_theta=1e6,
-        tie_embeddings=True,
-    )
-    model = xtrain.Transformer(xtrain.ModelConfig(**shape), 0, "gpu", "bf16", trainable=False)
+    config = xtrain.ModelConfig(**QWEN3_06B, max_seq_len=2048)
+    model = xtrain.Transformer(config, 0, "gpu", "bf16", trainable=False)
     return xtrain.Engine(model, *sizes, reuse_prefix=False, warm_up=True)
 
 

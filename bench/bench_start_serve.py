@@ -27,11 +27,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+from _shapes import QWEN3_06B
 
 import xtrain
 from xtrain.data.tokenizer import Tokenizer
 
-SHAPE = dict(dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072)
 TINY = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=96)
 
 # Runs in the server's process: says when each part of the start has ended, and how long calls of
@@ -130,13 +130,10 @@ def make_folder(folder: Path, tiny: bool) -> int:
             merges.append([a, b])
     path.write_text(json.dumps(content))
     tokenizer = Tokenizer.load(folder)
-    config = xtrain.ModelConfig(
-        **(TINY if tiny else SHAPE),
-        vocab_size=tokenizer.vocab_size,
-        max_seq_len=2048,
-        rope_theta=1e6,
-        tie_embeddings=True,
-    )
+    shape = QWEN3_06B | {"vocab_size": tokenizer.vocab_size, "max_seq_len": 2048}
+    if tiny:
+        shape |= TINY
+    config = xtrain.ModelConfig(**shape)
     kind = ("cpu", "fp32") if tiny else ("gpu", "bf16")
     model = xtrain.Transformer(config, 0, *kind, trainable=False)
     model.save_pretrained(folder, tokenizer)

@@ -32,6 +32,7 @@ from typing import Literal
 import cupy as cp
 import numpy as np
 import tyro
+from _shapes import QWEN3_06B, TINYLLAMA
 from _timing import record
 
 import xtrain
@@ -48,34 +49,8 @@ SHAPES = {  # of models that are no presets: config, batch, T
         16,
         512,
     ),
-    "qwen3-0.6b": (
-        dict(
-            dim=1024,
-            n_layers=28,
-            n_heads=16,
-            n_kv_heads=8,
-            head_dim=128,
-            hidden_dim=3072,
-            vocab_size=151936,
-            tie_embeddings=True,
-        ),
-        4,
-        2048,
-    ),
-    "tinyllama-1.1b": (
-        dict(
-            dim=2048,
-            n_layers=22,
-            n_heads=32,
-            n_kv_heads=4,
-            head_dim=64,
-            hidden_dim=5632,
-            vocab_size=32000,
-            qk_norm=False,
-        ),
-        4,
-        2048,
-    ),
+    "qwen3-0.6b": (QWEN3_06B, 4, 2048),
+    "tinyllama-1.1b": (TINYLLAMA, 4, 2048),
 }
 LR = 3e-4
 BETAS = (0.9, 0.95)

@@ -179,6 +179,7 @@ PRIMITIVES = {
     "last_block": r"atom\.acq_rel\.gpu\.global",
     "ldmatrix": r"ldmatrix\.sync\.aligned\.m8n8\.x4\.trans",
     "mbarrier": r"mbarrier\.try_wait\.parity",
+    "own_instruction": r"dp4a\.s32\.s32",
     "tensor_cores": r"mma\.sync\.aligned\.m16n8k16",
     "tma": r"cp\.async\.bulk\.tensor\.4d\.global",
     "wgmma": r"wgmma\.mma_async\.sync\.aligned\.m64n64k16",

@@ -103,9 +103,24 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class Sampling(Structured, Body):
-    """What /v1/chat/completions and /v1/completions share. None: the model's default
-    (generation_config.json), else OpenAI's.
+class Drawing(Body):
+    """How tokens are drawn, in every API. None: the model's default (generation_config.json), else
+    OpenAI's."""
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)  # -1 and 0: all tokens
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=0, lt=2**63)  # None: another one for every request
+    stream: bool | None = None
+
+    def drawing(self) -> dict[str, Any]:
+        """Return these fields."""
+        return {name: getattr(self, name) for name in Drawing.model_fields}
+
+
+class Sampling(Structured, Drawing):
+    """What /v1/chat/completions and /v1/completions share.
 
     Those of vLLM, with its meaning:
     min_tokens: of an answer, before an end token may be drawn or a stop string counts.
@@ -119,11 +134,6 @@ class Sampling(Structured, Body):
     neutral = NEUTRAL
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)  # -1 and 0: all tokens
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=2**63)  # None: another one for every request
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -135,7 +145,6 @@ class Sampling(Structured, Body):
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ from .api import (
     MAX_STOPS,
     Body,
     ChatRequest,
+    Drawing,
     FieldError,
     StopText,
     TemplateValues,
@@ -198,25 +199,18 @@ class CountRequest(Translated):
         return body
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, Drawing):
     """The body of /v1/messages. seed, min_p and chat_template_kwargs are vLLM's."""
 
     max_tokens: int = Field(ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=2**63)
     chat_template_kwargs: TemplateValues | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
-    stream: bool | None = None
 
     def _chat(self) -> dict[str, Any]:
-        same = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stream")
-        body = super()._chat() | {name: getattr(self, name) for name in same}
+        body = super()._chat() | self.drawing()
         if self.chat_template_kwargs is not None:
             body["chat_template_kwargs"] = self.chat_template_kwargs
-        return body | {"stop": self.stop_sequences}
+        return body | {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
 
 
 def _tool(tool: CustomTool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from .api import HARMLESS, MAX_MESSAGES, Body, ChatRequest, TemplateValues, Translated
+from .api import HARMLESS, MAX_MESSAGES, Body, ChatRequest, Drawing, TemplateValues, Translated
 from .structured import JsonSchema, Part
 from .tools import MAX_TOOLS, ChosenName, Function
 
@@ -103,7 +103,7 @@ class TextOptions(Part):
     verbosity: None = None
 
 
-class ResponsesRequest(Translated):
+class ResponsesRequest(Translated, Drawing):
     """The body of /v1/responses. seed, top_k, min_p and chat_template_kwargs are vLLM's."""
 
     harmless = HARMLESS | {"stream_options": "they only pad the events"}
@@ -117,25 +117,17 @@ class ResponsesRequest(Translated):
     input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=2**63)
     chat_template_kwargs: TemplateValues | None = None
     text: TextOptions | None = None
     tools: list[FlatTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | FlatChosen | None = None
     parallel_tool_calls: bool | None = None
-    stream: bool | None = None
 
     def chat(self) -> ChatRequest:
         """Return the same as a ChatRequest. Raises ValidationError or UserError."""
-        same = (
-            *("temperature", "top_p", "top_k", "min_p", "seed", "chat_template_kwargs"),
-            *("parallel_tool_calls", "stream"),
-        )
-        body = {name: getattr(self, name) for name in same}
+        body = self.drawing()
+        body["chat_template_kwargs"] = self.chat_template_kwargs
+        body["parallel_tool_calls"] = self.parallel_tool_calls
         body["max_completion_tokens"] = self.max_output_tokens
         body["messages"] = self._messages()
         if self.tools:

@@ -319,6 +319,12 @@ class _Rewriter(Expressions):
 
     def intrinsic(self, node, function):
         """A call of a function that `simulates` registered."""
+        for position in getattr(
+            function, "literals", ()
+        ):  # arguments that Numba needs as constants
+            if not isinstance(node.args[position], (ast.Constant, ast.Name)):
+                text = f"argument {position + 1} must be one constant: give it a name outside"
+                raise self.error(node, f"{ast.unparse(node)}: {text}")
         simulated, collective = INTRINSICS[function]
         if collective:
             request = self.request(node, ast.unparse(node.func), node.args)

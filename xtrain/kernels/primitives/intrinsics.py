@@ -97,6 +97,8 @@ def intrinsic(returns=None, name=None, doc=None, parameters=None, **declared):
         typing.__module__ = generate.__module__
         typing.__doc__ = doc or generate.__doc__
         setattr(typing, "__wrapped__", generate)  # noqa: B010  where inspect finds the source
+        literals = [i for i, n in enumerate(names) if declared.get(n) is LITERAL]
+        setattr(typing, "literals", literals)  # noqa: B010  for the simulator
         return function_maker(typing)
 
     return define

@@ -1,0 +1,44 @@
+"""Shapes of published models, for ModelConfig: with random weights a bench needs no download.
+
+Each bench adds `max_seq_len`.
+"""
+
+_QWEN3 = dict(
+    vocab_size=151936, n_kv_heads=8, head_dim=128, norm_eps=1e-6, qk_norm=True, rope_theta=1e6
+)
+QWEN3_06B = dict(**_QWEN3, dim=1024, n_layers=28, n_heads=16, hidden_dim=3072, tie_embeddings=True)
+QWEN3_8B = dict(**_QWEN3, dim=4096, n_layers=36, n_heads=32, hidden_dim=12288)
+LLAMA_1B = dict(  # Llama-3.2-1B
+    vocab_size=128256,
+    dim=2048,
+    n_layers=16,
+    n_heads=32,
+    n_kv_heads=8,
+    head_dim=64,
+    hidden_dim=8192,
+    norm_eps=1e-5,
+    qk_norm=False,
+    tie_embeddings=True,
+)
+TINYLLAMA = dict(  # TinyLlama-1.1B
+    vocab_size=32000,
+    dim=2048,
+    n_layers=22,
+    n_heads=32,
+    n_kv_heads=4,
+    hidden_dim=5632,
+    norm_eps=1e-5,
+    qk_norm=False,
+)
+SMOLLM2 = dict(  # SmolLM2-135M
+    vocab_size=49152,
+    dim=576,
+    n_layers=30,
+    n_heads=9,
+    n_kv_heads=3,
+    hidden_dim=1536,
+    norm_eps=1e-5,
+    rope_theta=1e5,
+    qk_norm=False,
+    tie_embeddings=True,
+)
