@@ -75,6 +75,9 @@ class Knows:
             wrong = rng.random(len(answer)) >= p
             self.drafts[tuple(prompt)] = ((np.array(answer) + wrong) % vocab).tolist()
 
+    def prepare(self, requests):
+        pass
+
     def chances(self, request, n):
         return [self.p**i for i in range(1, n + 1)] if self.p else []
 

@@ -330,8 +330,14 @@ def test_a_wrong_draft_that_counts_for_penalties_is_found(monkeypatch):
 
 
 # ----------------------------------------------------------------------------- what is drafted
+def indexed(tokens):
+    history = History(tokens)
+    history.index(len(tokens))
+    return history
+
+
 def test_prompt_lookup():
-    history = History([1, 2, 3, 4, 9, 5, 3, 4])
+    history = indexed([1, 2, 3, 4, 9, 5, 3, 4])
     assert history.predict(3) == [9, 5, 3] and history.matched == 2
     for token in (9, 5):
         history.append(token)
@@ -339,9 +345,60 @@ def test_prompt_lookup():
     assert history.rates[2].value > 0.5
     history.append(60)
     assert history.predict(3) == [] and history.chances(3) == []
-    again = History([7] * 3)
+    again = indexed([7] * 3)
     assert again.predict(4) == [7, 7, 7, 7]
-    assert History([5]).predict(4) == [] and History([5, 6, 5]).predict(4) == []
+    assert indexed([5]).predict(4) == [] and indexed([5, 6, 5]).predict(4) == []
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.data())
+def test_a_prompt_is_indexed_in_pieces(tokens, data):
+    """Tokens may arrive in between."""
+    n = data.draw(st.integers(1, len(tokens)))
+    pieces = History(tokens[:n])
+    for token in tokens[n:]:
+        pieces.index(data.draw(st.integers(0, 9)))
+        assert pieces.indexed == len(pieces.tokens) or pieces.predict(3) == []
+        pieces.append(token)
+    while pieces.index(7):
+        pass
+    whole = indexed(tokens)
+    assert (pieces.tokens, pieces.after) == (whole.tokens, whole.after)
+    assert pieces.predict(9) == whole.predict(9)
+
+
+def test_no_step_indexes_a_long_prompt(monkeypatch):
+    monkeypatch.setattr(speculation, "INDEXED", 10)
+    long, short = one_request(), one_request([7])
+    long.prompt = [1, 2] * 20
+    lookup = PromptLookup()
+    for indexed_tokens in ((10, None), (20, None), (30, None), (40, 0), (40, 3)):
+        lookup.prepare([long, short][: 1 if indexed_tokens[1] is None else 2])
+        found = [None if r.history is None else r.history.indexed for r in (long, short)]
+        assert tuple(found) == indexed_tokens
+    assert lookup.draft([long, short], [4, 0]) == [[1, 2, 1, 2], []]
+
+
+class Cancels(Guesses):
+    """Cancels the request while its drafts are verified."""
+
+    def draft(self, requests, lengths):
+        drafts = super().draft(requests, lengths)
+        for request in requests:
+            request.completion.end("cancelled")
+        return drafts
+
+
+@pytest.mark.parametrize("kind, accepted", [(Guesses, 2), (Cancels, 0)])
+def test_what_an_answer_does_not_get_is_not_accepted(kind, accepted):
+    plain = Engine(model(), 1, batch_invariant=True)
+    (answer,) = plain.generate(PROMPTS[:1], 9, temperature=1.5, seed=2)
+    assert answer[2] not in answer[:2]
+    engine = Drafting(model(), 1, batch_invariant=True, speculate=5)
+    engine.scheduler.speculation.drafter = kind("right", answers_of([answer], PROMPTS))
+    stream = engine.stream(PROMPTS[:1], 9, temperature=1.5, seed=2, stop=[answer[2]])
+    assert len(list(stream)) == 1 + accepted
+    figures = engine.scheduler.speculation.figures()
+    assert figures == dict(drafts=1, drafted_tokens=5, accepted_tokens=accepted)
 
 
 def one_request(completion=(), in_flight=0):

@@ -73,6 +73,9 @@ class DraftModel:
         """Return the time of one drafted token of all sequences."""
         return self.timing.seconds or 0.0
 
+    def prepare(self, requests: list[Request]) -> None:
+        pass
+
     def chances(self, request: Request, n: int) -> list[float]:
         rate = self._state(request).rate.value
         return [rate**i for i in range(1, n + 1)]

@@ -150,13 +150,15 @@ class Scheduler:
 
     def _take_verified(self, new: VerifiedTokens, pairs: list[tuple[Request, int]]) -> None:
         """Append the accepted drafts of each request and the token after them."""
-        for request, draft, drawn, logprobs in zip(
-            new.requests, new.drafts, new.drawn, new.logprobs
-        ):
+        rows = zip(new.requests, new.drafts, new.drawn, new.logprobs)
+        for request, draft, drawn, logprobs in rows:
             n = count_accepted(draft, drawn)
             request.cached_tokens += n
             request.in_flight += n
+            before = len(request.completion)
             self._take_tokens(NewTokens([request] * (n + 1), drawn, logprobs), pairs)
+            if self.speculation is not None:  # fewer, if the sequence has ended
+                self.speculation.accepted_tokens += min(n, len(request.completion) - before)
 
     def _take_tokens(self, new: NewTokens, pairs: list[tuple[Request, int]]) -> None:
         for request, token, logprobs in zip(new.requests, new.tokens, new.logprobs):
@@ -317,11 +319,8 @@ class Scheduler:
         return -(-longest // self.pool.S) - len(request.blocks)
 
     def _publish(self, request: Request, last: bool = False) -> None:
-        """Let other sequences find the request's full blocks.
-
-        The last block too, if the prompt is complete, or if `last`: the request gives up its
-        blocks.
-        """
+        """Let other sequences find the request's full blocks; the last one too, if the prompt is
+        complete, or if `last`: the request gives up its blocks."""
         if (
             not request.keys
             or request.weights_version != self.current_weights()

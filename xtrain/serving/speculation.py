@@ -40,6 +40,7 @@ from .requests import Request
 from .work import Arrived, VerifiedTokens
 
 NGRAMS = (8, 4, 2)  # tokens that must have occurred before; the longest one is looked up first
+INDEXED = 1024  # tokens of prompts in a step: a millisecond
 LONGEST_MATCH = 8  # tokens that are compared: longer matches are as good
 MOST_ROWS = 256  # of a verifying step: with more, products take longer for every row
 MEMORY = 0.95  # what an observation counts for after the next one
@@ -64,6 +65,9 @@ class Drafter(Protocol):
     @property
     def seconds(self) -> float:
         """Return the time that drafting one token for all sequences takes."""
+
+    def prepare(self, requests: list[Request]) -> None:
+        """Do what takes long, a little at a time: called before `chances` in every step."""
 
     def chances(self, request: Request, n: int) -> list[float]:
         """Return the probabilities p_1, ..., p_i, i <= n: the first 1, ..., i tokens that it would
@@ -94,6 +98,7 @@ class Rate:
 class History:
     """The tokens of a sequence, and where each n-gram occurred last: what follows it is predicted.
 
+    indexed: tokens whose n-grams are known; before it is all, nothing is predicted.
     rates: of predictions, by the number of tokens that matched.
     """
 
@@ -103,21 +108,33 @@ class History:
         self.rates = [Rate() for _ in range(LONGEST_MATCH + 1)]
         # n-gram -> position of the token after it. The newest n-gram is missing: nothing follows.
         self.after: dict[tuple[int, ...], int] = {}
+        self.indexed = 0
+        self.position = 0
+        self.matched = 0
+
+    def index(self, most: int) -> int:
+        """Index the next tokens, at most so many. Return how many."""
+        tokens = self.tokens
+        start = self.indexed
+        end = min(start + most, len(tokens))
         for n in NGRAMS:
-            grams = zip(*[self.tokens[i:] for i in range(n)])
-            self.after.update(zip(grams, range(n, len(self.tokens))))
-        self._find()
+            first = max(start, n)
+            if first < end:
+                grams = zip(*[tokens[first - n + i : end - n + i] for i in range(n)])
+                self.after.update(zip(grams, range(first, end)))
+        self.indexed = end
+        if end == len(tokens):
+            self._find()
+        return end - start
 
     def append(self, token: int) -> None:
         """Append a token, and note whether it was predicted."""
         tokens = self.tokens
         if self.position:
             self.rates[self.matched].note(tokens[self.position] == token)
-        for n in NGRAMS:
-            if len(tokens) >= n:
-                self.after[tuple(tokens[-n:])] = len(tokens)
         tokens.append(token)
-        self._find()
+        if self.indexed == len(tokens) - 1:
+            self.index(1)
 
     def _find(self) -> None:
         """Set `position` of the predicted token, 0 if there is none, and how many tokens before it
@@ -156,6 +173,11 @@ class PromptLookup:
     """Drafts what followed the last tokens when they occurred before."""
 
     seconds = 0.0
+
+    def prepare(self, requests: list[Request]) -> None:
+        left = INDEXED
+        for request in requests:
+            left -= self._history(request).index(left)
 
     def chances(self, request: Request, n: int) -> list[float]:
         ahead = request.in_flight  # must have been predicted, too
@@ -235,7 +257,7 @@ class Speculation:
 
     most: of a sequence, at most.
     drafts: sequences that have drafted so far, counted in each step.
-    drafted_tokens, accepted_tokens: that they have drafted, and those of them that were accepted.
+    drafted_tokens, accepted_tokens: that they have drafted, and those of them that answers have got.
     """
 
     def __init__(self, drafter: Drafter, most: int):
@@ -252,13 +274,13 @@ class Speculation:
         return {name: getattr(self, name) for name in names}
 
     def note_arrival(self, new: Arrived) -> None:
-        """Note results of a step, when they have arrived."""
+        """Note results of a step, when they have arrived; `accepted_tokens` counts those that an
+        answer gets (Scheduler.take)."""
         verified = isinstance(new, VerifiedTokens)
         self.times.arrived(verified, new.size, time.perf_counter())
         if isinstance(new, VerifiedTokens):
             self.drafts += sum(map(bool, new.drafts))
             self.drafted_tokens += sum(map(len, new.drafts))
-            self.accepted_tokens += sum(map(count_accepted, new.drafts, new.drawn))
 
     def draft(self, requests: list[Request], lengths: list[int]) -> list[list[int]]:
         """Return the drafts of a step; an empty list: none."""
@@ -277,6 +299,7 @@ class Speculation:
         """
         lengths = [0] * len(requests)
         drafts: list[tuple[float, int]] = []  # p_i, number of the request
+        self.drafter.prepare(requests)
         for number, request in enumerate(requests):
             room = request.room - len(request.completion) - request.in_flight - 1
             if request.constraint is None and room > 0:
