@@ -13,6 +13,9 @@ CLAIMS = [  # lesson, the text with one number, the output with the same number
     ("25", r"all weights need ([\d.]+) GB", r"all weights\n(?:.*\n)*?    in all +([\d.]+) GB\nrank 16"),
     ("25", r"LoRA of rank 16 needs ([\d.]+) GB", r"rank 16\n(?:.*\n)*?    in all +([\d.]+) GB"),
     ("26", r"the clip ignores (\d+) % of the tokens", r"noise 3 .* ignored tokens +(\d+)%"),
+    ("39", r"small one would get (\d+) %", r"^ +1 +\S+ +0\.0(\d) "),
+    ("39", r"equal shares it is read (\d+) times", r"^ +0 +\S+ +\S+ +\S+ +(\d+)"),
+    ("39", r"which is ([\d.]+) epochs", r"^ +0\.5 +\S+ +\S+ +\S+ +(\S+)"),
     ("44", r"(\d+) requests are fewer", r"s = (\d+) in the server"),
     ("44", r"Compare it with the (\d+) slots", r", (\d+) slots, "),
     ("28", r"reaches AdamW's loss in (\d+) % of the steps", r"last loss after (\d+) % of the steps"),
@@ -113,7 +116,7 @@ def texts(number):
 def test_the_text_states_what_the_lesson_prints(number, stated, printed):
     text, output = texts(number)
     [said] = re.findall(stated, text)
-    assert re.findall(printed, output)[:1] == [said]
+    assert re.findall(printed, output, re.M)[:1] == [said]
 
 
 @pytest.mark.parametrize("number, stated, computed", DERIVED)
