@@ -97,6 +97,7 @@ DERIVED = [  # lesson, the text with numbers, the same numbers from the output
     ("35", r"from 32 rows on the order costs at most (\d+) %", lambda o: [100 * (max(costs_of_many_rows(o)) - 1)]),
     ("36", r"takes only (\d+) % longer", lambda o: [100 * (in_row(o, "8 rows") / in_row(o, "1 rows") - 1)]),
     ("36", r"the estimate is (\d+) % above", lambda o: [100 * (in_row(o, "this run", 2) / float(re.search(r"^acceptance.* (\S+) times", o, re.M)[1]) - 1)]),
+    ("40", r"the one with (\d) more right answers of 200", lambda o: [in_row(o, "400 steps:") - in_row(o, "300 steps:")]),
     ("33", r"in the best case (\d+) % faster", lambda o: [-min(int(x) for x in re.findall(r"\(([+-]\d+)%\)", o))]),
 ]  # fmt: skip
 
