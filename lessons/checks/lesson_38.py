@@ -331,7 +331,8 @@ class Number(float):
     """A number that equals another one within rounding."""
 
     def __eq__(self, other):
-        return bool(np.isclose(float(self), float(other), rtol=1e-6, atol=1e-12))
+        close = isinstance(other, float) and np.isclose(float(self), float(other), rtol=1e-6)
+        return bool(close)
 
     __hash__ = None
 

@@ -13,6 +13,9 @@ CLAIMS = [  # lesson, the text with one number, the output with the same number
     ("25", r"all weights need ([\d.]+) GB", r"all weights\n(?:.*\n)*?    in all +([\d.]+) GB\nrank 16"),
     ("25", r"LoRA of rank 16 needs ([\d.]+) GB", r"rank 16\n(?:.*\n)*?    in all +([\d.]+) GB"),
     ("26", r"the clip ignores (\d+) % of the tokens", r"noise 3 .* ignored tokens +(\d+)%"),
+    ("39", r"small one would get (\d+) %", r"^ +1 +\S+ +0\.0(\d) "),
+    ("39", r"equal shares it is read (\d+) times", r"^ +0 +\S+ +\S+ +\S+ +(\d+)"),
+    ("39", r"which is ([\d.]+) epochs", r"^ +0\.5 +\S+ +\S+ +\S+ +(\S+)"),
     ("44", r"(\d+) requests are fewer", r"s = (\d+) in the server"),
     ("44", r"Compare it with the (\d+) slots", r", (\d+) slots, "),
     ("28", r"reaches AdamW's loss in (\d+) % of the steps", r"last loss after (\d+) % of the steps"),
@@ -94,6 +97,7 @@ DERIVED = [  # lesson, the text with numbers, the same numbers from the output
     ("35", r"from 32 rows on the order costs at most (\d+) %", lambda o: [100 * (max(costs_of_many_rows(o)) - 1)]),
     ("36", r"takes only (\d+) % longer", lambda o: [100 * (in_row(o, "8 rows") / in_row(o, "1 rows") - 1)]),
     ("36", r"the estimate is (\d+) % above", lambda o: [100 * (in_row(o, "this run", 2) / float(re.search(r"^acceptance.* (\S+) times", o, re.M)[1]) - 1)]),
+    ("40", r"the one with (\d) more right answers of 200", lambda o: [in_row(o, "400 steps:") - in_row(o, "300 steps:")]),
     ("33", r"in the best case (\d+) % faster", lambda o: [-min(int(x) for x in re.findall(r"\(([+-]\d+)%\)", o))]),
 ]  # fmt: skip
 
@@ -113,7 +117,7 @@ def texts(number):
 def test_the_text_states_what_the_lesson_prints(number, stated, printed):
     text, output = texts(number)
     [said] = re.findall(stated, text)
-    assert re.findall(printed, output)[:1] == [said]
+    assert re.findall(printed, output, re.M)[:1] == [said]
 
 
 @pytest.mark.parametrize("number, stated, computed", DERIVED)
