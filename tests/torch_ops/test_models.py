@@ -233,6 +233,9 @@ def test_with_adapters_of_peft(place):
         model = change(get_peft_model(model, adapters))
         found.append(run(model, **batch(place)))
     close(*found)
+    assert model(**batch(place)).logits is None
+    xt.revert(model)
+    assert same(run(model, **batch(place)), found[0])
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "xtrain"])

@@ -89,11 +89,10 @@ def revert(model: nn.Module) -> nn.Module:
 
 def _pretrained(model: nn.Module) -> Any:
     """Return the model of transformers in `model`, which may be inside peft's."""
+    from transformers import PreTrainedModel
+
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "model_type", None) in FAMILIES and hasattr(
-            module, "set_attn_implementation"
-        ):
+        if isinstance(module, PreTrainedModel) and module.config.model_type in FAMILIES:
             return module
     known = ", ".join(FAMILIES)
     raise UserError(

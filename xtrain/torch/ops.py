@@ -5,6 +5,10 @@ The functions below are what users call; they accept leading axes and call the o
 the NumPy references of xtrain/kernels run, which are deterministic and accept float64 too.
 """
 
+import functools
+import math
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -40,9 +44,16 @@ def new_like(like: Tensor, shape, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """Return (N, C) for x (..., C)."""
-    return x.reshape(-1, x.shape[-1])
+def rows_of(x: Any) -> Any:
+    """Return (N, C) for a tensor or array x (..., C)."""
+    if len(x.shape) == 2:
+        return x
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _statistics(x):
+    """Return an empty (N,) for x (..., C), for a fake implementation."""
+    return new_like(x, math.prod(x.shape[:-1]), wide(x))
 
 
 def _sums_like(like, weight):
@@ -51,9 +62,17 @@ def _sums_like(like, weight):
 
 
 # ----------------------------------------------------------------------------- norms
+# The launchers take rows, the ops any leading axes: a reshape of arrays costs less than one of
+# tensors, which autograd records.
+def _rmsnorm_forward(x, weight, eps):
+    y, rstd = _rmsnorm.rmsnorm_fwd(rows_of(x), weight, eps)
+    return y.reshape(x.shape), rstd
+
+
 def _rmsnorm_backward(dy, x, weight, rstd):
     dweight = _sums_like(dy, weight)
-    return _rmsnorm.rmsnorm_bwd(dy, x, weight, rstd, dweight), dweight
+    dx = _rmsnorm.rmsnorm_bwd(rows_of(dy), rows_of(x), weight, rstd, dweight)
+    return dx.reshape(x.shape), dweight
 
 
 _rmsnorm_backward_op = register_op(
@@ -63,8 +82,8 @@ _rmsnorm_backward_op = register_op(
 )
 _rmsnorm_op = register_op(
     "xtrain::rmsnorm(Tensor x, Tensor weight, float eps) -> (Tensor y, Tensor rstd)",
-    _rmsnorm.rmsnorm_fwd,
-    fake=lambda x, weight, eps: (new_like(x, x.shape), new_like(x, x.shape[:1], wide(x))),
+    _rmsnorm_forward,
+    fake=lambda x, weight, eps: (new_like(x, x.shape), _statistics(x)),
     backward=_rmsnorm_backward_op,
 )
 
@@ -74,15 +93,21 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
     x: (..., C), weight: (C,), float32 or bf16, in any combination.
     """
-    y = _rmsnorm_op(rows_of(x), weight, eps)[0]
-    return y.view(x.shape)
+    return _rmsnorm_op(x, weight, eps)[0]
+
+
+def _residual_forward(x, r, weight, eps):
+    h, y, rstd = _residual.residual_rmsnorm_fwd(rows_of(x), rows_of(r), weight, eps)
+    return h.reshape(x.shape), y.reshape(r.shape), rstd
 
 
 def _residual_backward(dh, dy, h, weight, rstd):
     dweight = _sums_like(dy, weight)
     if dh is not None:
-        dh = _cast.cast_fwd(dh, dy.dtype)
-    return _residual.residual_rmsnorm_bwd(dh, dy, h, weight, rstd, dweight), dweight
+        dh = rows_of(_cast.cast_fwd(dh, dy.dtype))
+    rows = rows_of(dy), rows_of(h)
+    dx = _residual.residual_rmsnorm_bwd(dh, *rows, weight, rstd, dweight)
+    return dx.reshape(h.shape), dweight
 
 
 _residual_backward_op = register_op(
@@ -94,12 +119,8 @@ _residual_backward_op = register_op(
 _residual_op = register_op(
     "xtrain::residual_rmsnorm(Tensor x, Tensor r, Tensor weight, float eps)"
     " -> (Tensor h, Tensor y, Tensor rstd)",
-    _residual.residual_rmsnorm_fwd,
-    fake=lambda x, r, weight, eps: (
-        new_like(x, x.shape),
-        new_like(r, x.shape),
-        new_like(x, x.shape[:1], wide(x)),
-    ),
+    _residual_forward,
+    fake=lambda x, r, weight, eps: (new_like(x, x.shape), new_like(r, x.shape), _statistics(x)),
     backward=_residual_backward_op,
     gradients={"r": "dx"},
 )
@@ -112,11 +133,16 @@ def residual_rmsnorm(
 
     x, r: (..., C), weight: (C,), float32 or bf16.
     """
-    h, y, _ = _residual_op(rows_of(x), rows_of(r), weight, eps)
-    return h.view(x.shape), y.view(x.shape)
+    h, y, _ = _residual_op(x, r, weight, eps)
+    return h, y
 
 
 # ----------------------------------------------------------------------------- SwiGLU
+def _swiglu_forward(gu):
+    y = _swiglu.swiglu_fwd(rows_of(gu))
+    return y.reshape(*gu.shape[:-1], y.shape[1])
+
+
 _silu_mul_backward_op = register_op(
     "xtrain::silu_mul_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor dgate, Tensor dup)",
     _silu_mul.silu_mul_bwd,
@@ -129,12 +155,12 @@ _silu_mul_op = register_op(
 )
 _swiglu_backward_op = register_op(
     "xtrain::swiglu_backward(Tensor dy, Tensor gu) -> Tensor dgu",
-    _swiglu.swiglu_bwd,
+    lambda dy, gu: _swiglu.swiglu_bwd(rows_of(dy), rows_of(gu)).reshape(gu.shape),
 )
 _swiglu_op = register_op(
     "xtrain::swiglu(Tensor gu) -> Tensor y",
-    _swiglu.swiglu_fwd,
-    fake=lambda gu: new_like(gu, (gu.shape[0], gu.shape[1] // 2)),
+    _swiglu_forward,
+    fake=lambda gu: new_like(gu, (*gu.shape[:-1], gu.shape[-1] // 2)),
     backward=_swiglu_backward_op,
 )
 
@@ -147,19 +173,24 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """
     if up is not None:
         return _silu_mul_op(gate, up)
-    return _swiglu_op(rows_of(gate)).view(*gate.shape[:-1], gate.shape[-1] // 2)
+    return _swiglu_op(gate)
 
 
 # ----------------------------------------------------------------------------- RoPE
+def _rotate(launcher, x, cos, sin, positions, T):
+    heads = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    return launcher(heads, cos, sin, positions, T).reshape(x.shape)
+
+
 _ROPE = "Tensor cos, Tensor sin, Tensor? positions, int T"
 _rope_backward_op = register_op(
     f"xtrain::rope_backward(Tensor dy, {_ROPE}) -> Tensor dx",
-    _rope.rope_bwd,
+    functools.partial(_rotate, _rope.rope_bwd),
     fake=lambda dy, *tables: new_like(dy, dy.shape),
 )
 _rope_op = register_op(
     f"xtrain::rope(Tensor x, {_ROPE}) -> Tensor y",
-    _rope.rope_fwd,
+    functools.partial(_rotate, _rope.rope_fwd),
     fake=lambda x, *tables: new_like(x, x.shape),
     backward=_rope_backward_op,
 )
@@ -175,7 +206,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -
     T = x.shape[-3]
     if positions is not None:
         positions = positions.reshape(-1)
-    return _rope_op(x.reshape(-1, *x.shape[-2:]), cos, sin, positions, T).view(x.shape)
+    return _rope_op(x, cos, sin, positions, T)
 
 
 def _qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, H, G, T, eps):
