@@ -22,7 +22,8 @@ from ..config import ModelConfig
 from ..errors import UserError
 from ..json_files import listed
 from .architectures import tensor_shapes
-from .gguf_names import GPT2, NO_ROPE_EVERY, PRE_TOKENIZERS, ROTATES_PAIRS, library
+from .gguf_names import GPT2, NO_ROPE_EVERY, PRE_TOKENIZERS, ROTATES_PAIRS
+from .gguf_tensors import library
 from .huggingface import as_ids, open_weights, read_special_tokens
 from .tensor_file import Stored
 from .texts import Texts, load_texts

@@ -17,7 +17,6 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,11 @@ from .. import files
 from ..data.tokenizer_files import MORE_TEMPLATES, TEMPLATE
 from ..device import cache_folder
 from ..errors import UserError
-from ..json_files import listed, read_json, reading
-from .gguf_names import BEGINS_LLAMA3, NO_ROPE_EVERY, PRE_TOKENIZERS, ROTATES_PAIRS, library
-from .tensor_file import DTYPES, Stored
+from ..json_files import listed, reading
+from .gguf_names import BEGINS_LLAMA3, NO_ROPE_EVERY, PRE_TOKENIZERS, ROTATES_PAIRS
+from .gguf_tensors import INDEX, library
+from .tensor_file import DTYPES
 
-MAGIC = b"GGUF"
-INDEX = "gguf.json"  # of a folder in the cache: the file, and where its tensors are
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -52,12 +50,6 @@ REQUIRED = {  # key of the file, after the name of the architecture: key of conf
 
 
 # ----------------------------------------------------------------------------- the folder
-def is_gguf(path: Path) -> bool:
-    """Return True if the file begins as a GGUF file does."""
-    with reading(path), open(path, "rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
-
-
 def folder_of(path: Path) -> Path:
     """Return the folder in the cache that describes a GGUF file; it is made at the first call.
 
@@ -80,61 +72,6 @@ def folder_of(path: Path) -> Path:
     except OSError as error:
         raise files.cannot_write(folder, error, "set XTRAIN_CACHE to another folder") from None
     return folder
-
-
-def file_of(folder: Path) -> Path | None:
-    """Return the GGUF file that a folder describes; None: it is another folder."""
-    if not (folder / INDEX).is_file():
-        return None
-    return Path(read_json(folder / INDEX)["file"])
-
-
-def tensors_of(folder: Path) -> dict[str, Stored]:
-    """Return {name: tensor} of the GGUF file that a folder describes."""
-    index = read_json(folder / INDEX)
-    path = Path(index["file"])
-    return {
-        name: Quantized(path, name, DTYPES["F32"], tuple(shape), start, kind=kind, heads=heads)
-        for name, (kind, shape, start, heads) in index["tensors"].items()
-    }
-
-
-@dataclass(frozen=True)
-class Quantized(Stored):
-    """A tensor in a GGUF file. Its values are float32.
-
-    kind: its type there, such as Q4_K.
-    heads: how many heads its rows belong to if they are in the order of pairs, else 0
-    """
-
-    kind: str = "F32"
-    heads: int = 0
-
-    def _in_file(self) -> np.ndarray:
-        gguf = library()
-        kind = gguf.GGMLQuantizationType[self.kind]
-        block, size = gguf.GGML_QUANT_SIZES[kind]
-        *rows, width = self.shape
-        data = np.empty((*rows, width // block * size), np.uint8)
-        with reading(self.path), open(self.path, "rb") as file:
-            file.seek(self.start)
-            n = file.readinto(data.reshape(-1).data)
-        if n != data.nbytes:
-            raise UserError(f"{self.path} was shortened while it was read: try again")
-        if kind.name in DTYPES:
-            values = data.view(DTYPES[kind.name]).astype(np.float32)
-        else:
-            values = gguf.quants.dequantize(data, kind)
-        values = values.reshape(self.shape)
-        if self.heads:
-            values = halves_from_pairs(values, self.heads)
-        return values
-
-
-def halves_from_pairs(w: np.ndarray, heads: int) -> np.ndarray:
-    """Undo pairs_from_halves (gguf_file.py)."""
-    pairs = w.reshape(heads, w.shape[0] // heads // 2, 2, *w.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(w.shape))
 
 
 def decimal(value: float) -> float:

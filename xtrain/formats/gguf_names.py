@@ -1,10 +1,6 @@
 """What llama.cpp calls the parts of a model, for writing and reading GGUF files."""
 
-import importlib
-from typing import Any
-
 from ..data.pieces import BOUNDARY
-from ..errors import UserError
 
 ROTATES_PAIRS = ("llama", "smollm3")  # the others rotate halves, as transformers does
 NO_ROPE_EVERY = 4  # SmolLM3: fixed in llama.cpp
@@ -25,13 +21,3 @@ PRE_TOKENIZERS = {
     ((_LLAMA3,), False): ["dbrx", "smaug-bpe"],  # also Phi-4's
     ((_O200K,), False): ["gpt-4o"],
 }
-
-
-def library() -> Any:
-    """Return the package gguf. Raises UserError if it is not installed."""
-    try:
-        return importlib.import_module("gguf")
-    except ImportError:
-        raise UserError(
-            "GGUF files need the package gguf: install it with `pip install -e '.[gguf]'`"
-        ) from None

@@ -42,7 +42,7 @@ from .architectures import (
 )
 from .generation_config import FILE as GENERATION
 from .generation_config import read_generation
-from .gguf_model import file_of, tensors_of
+from .gguf_tensors import file_of, tensors_of
 from .manifest import MANIFEST, WEIGHT_FILES, verify_weights
 from .saved_runs import CONFIG
 from .tensor_file import DTYPES, Stored, read_header, tensor_bytes, write_safetensors

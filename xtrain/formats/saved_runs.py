@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..json_files import is_folder, read_json, reading
-from .gguf_model import folder_of, is_gguf
+from .gguf_tensors import is_gguf
 from .manifest import Damaged, Unreadable, verify
 
 CONFIG = "config.json"
@@ -179,6 +179,8 @@ def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> P
             )
         return average
     if folder.is_file() and is_gguf(folder):
+        from .gguf_model import folder_of  # imports tokenizers
+
         return folder_of(folder)
     if not is_folder(folder):
         what = "does not exist"

@@ -15,7 +15,7 @@ from ..data.sources import from_standard_input
 from ..device import cache_folder
 from ..errors import UserError
 from ..formats.adapters import base_folder, check_writable, is_adapter, read_rank, read_targets
-from ..formats.gguf_model import file_of
+from ..formats.gguf_tensors import file_of
 from ..formats.huggingface import as_ids, read_config
 from ..formats.saved_runs import folders, model_folder
 from ..kernels.fp8 import TILE
