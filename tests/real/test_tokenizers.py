@@ -209,7 +209,7 @@ def test_a_grammar_is_followed_to_its_end(name):
     answer = []
     while constraint.ended is None:
         row = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
-        constraint.mask_into(row)
+        constraint.masks_into([(constraint, row)])
         allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
         answer.append(Random(len(answer)).choice(allowed.tolist()))
         assert answer[-1] not in tokenizer.special_ids

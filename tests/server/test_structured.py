@@ -151,7 +151,7 @@ def test_the_tokenizer_of_llama_2(tmp_path):
     found = b""
     while constraint.ended is None:
         row = np.zeros(-(-tokenizer.vocab_size // 32), "int32")
-        constraint.mask_into(row)
+        constraint.masks_into([(constraint, row)])
         token = next(t for t in range(tokenizer.vocab_size) if row[t // 32] >> (t % 32) & 1)
         found += tokenizer.token_bytes[token]
         constraint.accept(token)

@@ -142,7 +142,7 @@ def text_of(answer, use, tokenizer):
 
 def allowed(constraint, tokenizer):
     row = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
-    constraint.mask_into(row)
+    constraint.masks_into([(constraint, row)])
     return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
 
 

@@ -41,10 +41,12 @@ class Modulo:
         self.sum += token
         self.count += 1
 
-    def mask_into(self, row):
-        assert not row.any() and row.dtype == np.int32
-        for v in self.allowed():
-            row[v // 32] |= np.array(1 << (v % 32), np.uint32).view(np.int32)
+    @staticmethod
+    def masks_into(pairs):
+        for sequence, row in pairs:
+            assert not row.any() and row.dtype == np.int32
+            for v in sequence.allowed():
+                row[v // 32] |= np.array(1 << (v % 32), np.uint32).view(np.int32)
 
     def allowed(self):
         return list(range((self.sum + self.count) % self.n, self.vocab, self.n))

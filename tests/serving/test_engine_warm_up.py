@@ -56,8 +56,10 @@ class Anything:
     def accept(self, token):
         pass
 
-    def mask_into(self, row):
-        row[:] = -1
+    @staticmethod
+    def masks_into(pairs):
+        for _, row in pairs:
+            row[:] = -1
 
 
 length = st.one_of(st.integers(1, 20), st.integers(1, 399))

@@ -10,7 +10,8 @@ them ends as "constraint".
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ COMPILED = 16  # guides that stay compiled; each may have 20 MB, a usual one 0.1
 # Of each, as its sequences grow: a matcher and what llguidance calls a deep copy of it share a lexer,
 # and one waits while the other makes a mask.
 COPIES = 4
+MAX_THREADS = 8  # that make masks
 MAX_MESSAGE = 300  # characters
 
 
@@ -203,7 +205,7 @@ class Compiled:
         self.matcher = library().LLMatcher(tokens, guide.text, log_level=0, limits=limits)
         self.first = np.zeros(-(-tokens.vocab_size // 32), np.int32)
         if not self.matcher.is_error():
-            _mask_into(self.matcher, self.first)  # with what a lexer does once
+            _masks_into([(self.matcher, self.first)])  # with what a lexer does once
         self.error = _in_one_line(self.matcher.get_error())
 
 
@@ -249,18 +251,38 @@ class GuidedSequence:
         elif self.matcher.is_stopped():
             self.ended = "stop"
 
-    def mask_into(self, row: np.ndarray) -> None:
-        """Write the mask of the next token."""
-        first = self.compiled.result().first
-        words = row[: len(first)]  # the model may have more tokens than the tokenizer
-        if self.at_start:
-            words[:] = first
-        else:
-            _mask_into(self.matcher, words)
+    @staticmethod
+    def masks_into(pairs: "Sequence[tuple[GuidedSequence, np.ndarray]]") -> None:
+        """Write the masks of the next tokens, on several cores."""
+        later = []
+        for sequence, row in pairs:
+            first = sequence.compiled.result().first
+            words = row[: len(first)]  # the model may have more tokens than the tokenizer
+            if sequence.at_start:
+                words[:] = first
+            else:
+                later.append((sequence.matcher, words))
+        _masks_into(later)
 
 
-def _mask_into(matcher: Any, words: np.ndarray) -> None:
-    matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+@functools.cache
+def _executor() -> Any:
+    return library().LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+
+
+def _masks_into(pairs: list[tuple[Any, np.ndarray]]) -> None:
+    """Write the masks of matchers of one tokenizer."""
+    if len(pairs) == 1:
+        ((matcher, words),) = pairs
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    elif pairs:
+        masks = np.empty((len(pairs), len(pairs[0][1])), np.int32)
+        numbered = [(matcher, i) for i, (matcher, _) in enumerate(pairs)]
+        _executor().unsafe_compute_mask_ptr(
+            numbered, masks.ctypes.data, masks[0].nbytes, len(pairs)
+        )
+        for (_, words), mask in zip(pairs, masks):
+            words[:] = mask
 
 
 def _in_one_line(message: str) -> str:

@@ -4,7 +4,8 @@ The engine knows tokens only. What a JSON schema or a grammar allows is decided 
 comes with the request; server/grammars.py makes such objects, masks.py asks them.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,11 +25,12 @@ class Constraint(Protocol):
     def accept(self, token: int) -> None:
         """Append a token to the sequence, also one that is not allowed."""
 
-    def mask_into(self, row: np.ndarray) -> None:
-        """Set bit v mod 32 of row[v // 32] to 1 if token v may follow, else to 0.
+    @staticmethod
+    def masks_into(pairs: "Sequence[tuple[Any, np.ndarray]]") -> None:
+        """Write the masks of several sequences of this class, whose `ended` is None.
 
-        row: (W,) int32, all zero. Called if `ended` is None, in any thread; it should release the
-        interpreter's lock.
+        pairs: a Constraint and its row (W,) int32, all zero: bit v mod 32 of row[v // 32] becomes 1
+            if token v may follow.
         """
 
 

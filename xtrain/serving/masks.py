@@ -2,14 +2,12 @@
 
 The mask of the next token needs the previous one. So a decoding step with a constrained sequence
 has two parts: the device computes the logits, while the host reads the tokens of the previous step
-and makes the masks, in threads; then the device draws. The next step is launched before these
+and makes the masks; then the device draws. The next step is launched before these
 tokens arrive, as always: the device waits only if the masks take longer than the logits. A step
 without such a sequence has one part.
 """
 
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,6 @@ from ..device import Array
 from ..kernels.decoding.token_masks import mask_words
 from .decode_batch import Mirrored
 from .requests import Request
-
-MAX_THREADS = 8
 
 
 class TokenMasks:
@@ -33,22 +29,11 @@ class TokenMasks:
         self.mirrored = Mirrored(slots * self.row_bytes, device)
         self.host = self.mirrored.host.view(np.int32).reshape(slots, -1)
         self.device: Array = self.mirrored.device.view(np.int32).reshape(slots, -1)
-        self.n_threads = min(MAX_THREADS, os.cpu_count() or 1)
-        self.threads = ThreadPoolExecutor(self.n_threads, "masks")
 
     def write(self, requests: list[Request]) -> None:
         """Make the masks of constrained requests, all of whose tokens have arrived, and upload them
         in stream order."""
-        if len(requests) == 1:
-            self._make(requests)
-        else:
-            parts = [requests[i :: self.n_threads] for i in range(self.n_threads)]
-            for _ in self.threads.map(self._make, filter(None, parts)):
-                pass
-        slots = [request.slot for request in requests]
-        self.mirrored.upload(min(slots) * self.row_bytes, (max(slots) + 1) * self.row_bytes)
-
-    def _make(self, requests: list[Request]) -> None:
+        together: dict[type, list[tuple[Any, np.ndarray]]] = {}
         for request in requests:
             row = self.host[request.slot]
             constraint: Any = request.constraint
@@ -56,7 +41,11 @@ class TokenMasks:
                 row[:] = -1
             else:
                 row[:] = 0
-                constraint.mask_into(row)
+                together.setdefault(type(constraint), []).append((constraint, row))
+        for kind, pairs in together.items():
+            kind.masks_into(pairs)  # type: ignore[attr-defined]
+        slots = [request.slot for request in requests]
+        self.mirrored.upload(min(slots) * self.row_bytes, (max(slots) + 1) * self.row_bytes)
 
 
 def accepting(requests: list[Request], read: Callable[[], list[int]]) -> Callable[[], list[int]]:
