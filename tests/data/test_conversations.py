@@ -43,6 +43,12 @@ ENDS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>
 # As Llama 3: what begins the text is part of the first message. And the prompt is part of the loop, as in Zephyr.
 LOOP = """{% for m in messages %}{{ '<|out|>' if loop.first }}<|{{ m.role }}|>{{ m.content }}<|end|>
 {%- if loop.last and add_generation_prompt %}<|assistant|>{% endif %}{% endfor %}"""
+# As Llama 3.1 with tools: the first message is written before the loop.
+BEFORE = """<|user|>{{ messages[0].content }}<|end|>{% for m in messages[1:] %}<|{{ m.role }}|>{{ m.content }}<|end|>
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+# As Mistral: no generation prompt, and the text may end with a token that an answer ends with, too.
+BARE = """{% for m in messages %}{{ '<|user|>' if m.role == 'user' }}{{ m.content }}{{ '<|end|>' if m.role == 'assistant' }}
+{%- endfor %}<|end|>"""
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +96,9 @@ def trained(tokenizer, source, messages, train="all", values=None, **fields):
         (ENDS, TALK[:3], ["a1<|end|>"]),
         (LOOP, TALK, ["a1<|end|>", "a2<|end|>"]),
         (LOOP, TALK[1:], ["a1<|end|>", "a2<|end|>"]),
+        (BEFORE, TALK, ["a1<|end|>", "a2<|end|>"]),
+        (BARE, TALK, ["a1<|end|>", "a2<|end|><|end|>"]),
+        (BARE, TALK[1:], ["a1<|end|>", "a2<|end|><|end|>"]),
     ],
 )
 def test_what_follows_the_generation_prompt_is_trained(tokenizer, source, messages, expected):

@@ -74,6 +74,11 @@ class Rendered:
     spans: list[tuple[int, int]] | None
     turns: list[tuple[int, int, int]]
 
+    @property
+    def tail(self) -> str:
+        """What is written after the last message."""
+        return self.text[max((end for _, _, end in self.turns), default=0) :]
+
     def of(self, number: int) -> list[tuple[int, int]]:
         """Return [start, end) of what is written at a message."""
         return [(start, end) for message, start, end in self.turns if message == number]
@@ -81,7 +86,7 @@ class Rendered:
     def owner(self, place: int, but: int | None = None) -> int | None:
         """Return the message, other than `but`, that a character belongs to; None if there is
         none. What follows the last message belongs to it."""
-        last = max((end for _, _, end in self.turns), default=0)
+        last = len(self.text) - len(self.tail)
         for message, start, end in self.turns:
             if message != but and start <= place < (len(self.text) if end == last else end):
                 return message

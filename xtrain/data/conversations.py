@@ -222,7 +222,13 @@ class Conversation:
             end = len(rendered.text)  # some write the token that ends the text after the loop
         said = rendered.text[start:end]
         before = self.messages[:i] or [self.messages[i], {"role": "user", "content": "question"}]
-        start += _header(self._prompt(before, template), said, tokenizer)
+        prompt = self._prompt(before, template)
+        if prompt == rendered.tail:  # it is written without being asked for
+            prompt = ""
+        if i == 0 and prompt in said:  # it may follow the beginning of the text
+            start += said.index(prompt) + len(prompt)
+        else:
+            start += _shared(prompt, said, tokenizer)
         ids, places = tokenizer.encode_spans(rendered.text[start:end])
         last = max((n for n, x in enumerate(ids) if x in tokenizer.special_ids), default=None)
         # a line break after the token that ends the turn is not the model's
@@ -234,10 +240,12 @@ class Conversation:
         """Return the generation prompt after these messages, with what the template writes between
         the last of them and the prompt."""
         asked = template.render_turns(messages, True, self.tools, self.values)
-        prompt = asked.text[max((end for _, _, end in asked.turns), default=0) :]
+        last = asked.of(len(messages) - 1)
+        prompt = asked.text[last[-1][1] :] if last else ""
         if prompt:
             return prompt
-        text = template.render(messages, False, self.tools, self.values)  # the loop may write it
+        # the loop writes the prompt, or does not write the last message
+        text = template.render(messages, False, self.tools, self.values)
         return asked.text.removeprefix(text) if asked.text.startswith(text) else ""
 
     def _check(self, rendered: Rendered) -> None:
@@ -273,11 +281,11 @@ def _needed(template: ChatTemplate | None) -> ChatTemplate:
     return template
 
 
-def _header(prompt: str, said: str, tokenizer: Tokenizer) -> int:
-    """Return the characters of a message that are not the model's: the generation prompt."""
-    if prompt and prompt in said:
-        return said.index(prompt) + len(prompt)
-    # the prompt begins reasoning, which earlier answers do not have
+def _shared(prompt: str, said: str, tokenizer: Tokenizer) -> int:
+    """Return the characters at the beginning of a message that are the generation prompt's: all of
+    it, or tokens of it, if it begins reasoning that this answer does not have."""
+    if said.startswith(prompt):
+        return len(prompt)
     n = 0
     ids, places = tokenizer.encode_spans(said)
     for ours, theirs, place in zip(ids, tokenizer.encode(prompt), places):

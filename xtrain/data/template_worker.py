@@ -36,6 +36,7 @@ if __name__ == "__main__":
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+import jinja2.visitor
 
 
 class TextLimit(Exception):
@@ -47,8 +48,8 @@ class Marks(jinja2.ext.Extension):
     model's text for training, and LoopMarker lets every loop call begin and end.
 
     length: of the text so far.  marked: (characters before the block, its text) of each.
-    numbers: of the messages, by their id().  steps: (loop, number of a message or None, characters
-    before it) of each iteration, and None at the end of a loop.
+    numbers: of the messages, by their id().  turns: [message, start, end) of the text that an
+    iteration has written.  open: {loop: (message, start)} of the iterations that have begun.
     """
 
     tags = {"generation"}
@@ -61,7 +62,8 @@ class Marks(jinja2.ext.Extension):
         self.length = 0
         self.numbers = {id(message): i for i, message in enumerate(messages)}
         self.marked = []
-        self.steps = []
+        self.turns = []
+        self.open = {}
 
     def parse(self, parser):
         line = next(parser.stream).lineno
@@ -75,21 +77,15 @@ class Marks(jinja2.ext.Extension):
         return text
 
     def begin(self, loop, item):
-        self.steps.append((loop, self.numbers.get(id(item)), self.length))
+        self.end(loop)
+        number = self.numbers.get(id(item))
+        if number is not None:
+            self.open[loop] = (number, self.length)
 
     def end(self, loop):
-        self.steps.append((loop, None, self.length))
-
-    def turns(self):
-        """Return [message, start, end) of the text that each iteration has written."""
-        found = []
-        last = {}  # of each loop, the iteration that has begun: its message and start
-        for loop, number, place in self.steps:
-            message, start = last.get(loop, (None, 0))
-            if message is not None and place > start:
-                found.append([message, start, place])
-            last[loop] = (number, place)
-        return found
+        number, start = self.open.pop(loop, (None, 0))
+        if number is not None and self.length > start:
+            self.turns.append([number, start, self.length])
 
 
 class LoopMarker(jinja2.visitor.NodeTransformer):
@@ -204,7 +200,7 @@ def rendered(template, names, characters):
     spans = [[start, start + len(block)] for start, block in marks.marked]
     if any(text[a:b] != block for (a, b), (_, block) in zip(spans, marks.marked)):
         spans = None  # a block inside a macro: where its text went is unknown
-    return {"text": text, "spans": spans, "turns": marks.turns()}
+    return {"text": text, "spans": spans, "turns": marks.turns}
 
 
 def one_line(error):

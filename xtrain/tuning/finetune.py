@@ -116,7 +116,8 @@ class FinetuneConfig(AdapterOptions, RowOptions):
     """One fine-tuning of the model in --init."""
 
     data: tuple[str, ...] = ()
-    """.jsonl files, with "messages", "prompt" and "completion", or "text" in every line"""
+    """.jsonl, .parquet or .arrow files, or folders of them: conversations, prompts with completions, or
+    texts (lessons/howto/finetune.md)"""
     # how often an epoch has the examples of each path in --data, such as 2 0.5; none: once
     mix: tuple[float, ...] = ()
     # of a conversation: train all answers, the last one, or each one in an example of its own, which
