@@ -22,7 +22,7 @@ GROUPS = {
     "the model": "preset depth dim layers heads kv-heads head-dim hidden-dim qk-norm tie-embeddings init change "
     "lora lora-alpha lora-targets",
     "rollouts": "group max-new-tokens stop-strings environment max-turns temperature top-p top-k min-p logprobs-of "
-    "exact rollout-batch rollouts-every",
+    "exact off-policy rollout-batch rollouts-every",
     "rewards": "task reward-weights reward-timeout reward-errors",
     "the algorithm": "algorithm updates clip-ratio clip-ratio-high kl reference scale-rewards mask-truncated "
     "dynamic-sampling",

@@ -110,7 +110,7 @@ def test_options_exist(page, command):
 # written by a command
 FILES = {
     "my_lessons/01_threads.py", "sorting/chats.jsonl", "sorting/prompts.jsonl", "sorting/test.jsonl",
-    "captain/chats.jsonl", "captain/sums.jsonl",
+    "guessing/prompts.jsonl", "captain/chats.jsonl", "captain/sums.jsonl",
 }  # fmt: skip
 
 

@@ -1,9 +1,11 @@
 """A run that dies anywhere in a step, and is resumed, has the bits of one that was never killed."""
 
+import json
 import os
 import sys
 import time
 import types
+from dataclasses import replace
 
 import pytest
 from faults import KILL, FailingDisk, killed
@@ -118,3 +120,33 @@ def test_other_sampling_options_are_refused_on_resuming(folder, tmp_path):
     for change in (dict(top_p=0.7), dict(logprobs_of="model")):
         with pytest.raises(UserError, match=f"{next(iter(change))} was "):
             reinforce(config_of(folder, tmp_path, steps=2, resume=True, **change), SILENT)
+
+
+# ----------------------------------------------------------------------------- one step off-policy
+def test_one_step_off_policy_resumes_with_the_same_bits(folder, tmp_path):
+    """Completions are those of the weights before; a checkpoint has those of the next step."""
+    options = dict(off_policy=1, top_p=1.0, steps=4)
+    whole = reinforce(config_of(folder, tmp_path, name="whole", **options), SILENT)
+    lines = [m for m in metrics(whole) if "loss" in m]
+    assert [m["ratio_error"] > 0 for m in lines] == [False, True, True, True]
+    assert lines[0]["rollout_kl"] == 0 < min(m["rollout_kl"] for m in lines[1:])
+    rows = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in rows] == [step for step in (1, 2, 3, 4) for _ in range(8)]
+    run = tmp_path / "run"
+    prepare = dies_at(module, "surrogate", 10, 2)  # in the third step
+    config = config_of(folder, tmp_path, **options)
+    assert killed(lambda: prepare(run), lambda: reinforce(config, SILENT))
+    reinforce(replace(config, resume=True), SILENT)
+    assert_same_run(run, whole)
+    assert (run / "rollouts.jsonl").read_bytes() == (whole / "rollouts.jsonl").read_bytes()
+    # the second step's completions are those of the first weights
+    on = reinforce(config_of(folder, tmp_path, name="on", **options | {"off_policy": 0, "lr": 1e-12}), SILENT)  # fmt: skip
+    others = [json.loads(line) for line in (on / "rollouts.jsonl").read_text().splitlines()]
+    same = [x["completion"] == y["completion"] for x, y in zip(rows, others)]
+    assert all(same[:16]) and not all(same[16:])
+
+
+def test_truncated_sampling_cannot_be_off_policy(folder, tmp_path):
+    with pytest.raises(UserError, match="--off-policy 1 cannot keep the tokens of --top-p"):
+        config_of(folder, tmp_path, off_policy=1).validate()
+    config_of(folder, tmp_path, off_policy=1, logprobs_of="model").validate()

@@ -26,7 +26,7 @@ KEYS: tuple[str, ...] = (
     "scale_rewards",
 )
 KEYS += ("temperature", "top_p", "top_k", "min_p", "logprobs_of")
-KEYS += ("reward_weights", "environment", "max_turns", "stop_strings")
+KEYS += ("reward_weights", "environment", "max_turns", "stop_strings", "off_policy")
 # options that an algorithm decides, and their values if it does not
 OF_ALGORITHM: dict[str, Any] = {
     "clip_ratio": 0.2,
@@ -88,6 +88,9 @@ class ReinforceConfig(AdapterOptions):
     # batch-invariant mode: log-probabilities of rollouts and training have the same bits; without
     # it, the drift is measured
     exact: bool = True
+    # steps that the weights that draw are behind those that are updated: 1 draws the completions of
+    # the next step before an update. The ratio corrects for it, and is not exactly 1
+    off_policy: Literal[0, 1] = 0
     rollout_batch: int = 64  # sequences that are generated at the same time
     # steps between those whose completions are all written to rollouts.jsonl; 0: none; none: a
     # hundredth of all steps
@@ -163,6 +166,12 @@ class ReinforceConfig(AdapterOptions):
             self.sampling()
         except ValueError as error:
             raise UserError(f"--{str(error).replace('_', '-', 1)}") from None
+        truncates = self.logprobs_of == "sampled" and self.sampling().truncates
+        if self.off_policy and truncates:
+            raise UserError(
+                "--off-policy 1 cannot keep the tokens of --top-p, --top-k and --min-p until the "
+                "next step: leave these out, or give --logprobs-of model"
+            )
         if self.clip_ratio is not None and not 0 < self.clip_ratio < 1:
             raise UserError(f"--clip-ratio must be between 0 and 1, got {self.clip_ratio}")
         if self.clip_ratio_high is not None and not 0 < self.clip_ratio_high < float("inf"):

@@ -35,9 +35,8 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -45,9 +44,8 @@ from rich.console import Console
 from ..cli import say
 from ..device import Array, to_device, to_numpy
 from ..errors import UserError
-from ..formats.huggingface import read_config
 from ..formats.manifest import tensor_checksum
-from ..formats.saved_runs import model_folder
+from ..formats.saved_runs import Saved, model_folder
 from ..kernels.cross_entropy import IGNORE
 from ..kernels.decoding.sampling import UNCHANGED
 from ..kernels.runtime.invariance import batch_invariant
@@ -56,45 +54,23 @@ from ..nn import functional as F
 from ..nn.autograd import Tensor, no_grad
 from ..nn.model import Transformer
 from ..serving.engine import Engine
+from ..training.checkpoint import Snapshot
 from ..training.run import Run, StepAbandoned, StepResult, each_array
 from ..training.single_device import SingleDevice
-from ..training.single_process import SingleProcess
-from ..tuning.corpus import hold_out
-from ..tuning.finetune import model_source, train_from
+from ..tuning.finetune import train_from
 from ..tuning.rows import rows_of
-from ..tuning.templates import chosen_texts
 from .algorithms import find_algorithm
 from .calls import CallError, Interrupted, Limits
 from .environment import Environment, Turns
 from .episodes import NotANumber, Player
-from .options import PreparedConfig, ReinforceConfig
-from .prompts import Prompt, Prompts, read_prompts
+from .options import ReinforceConfig
+from .prompts import Prompt
 from .rewards import Group, Task, names_of, reward
+from .rollouts import Drawn, Rollouts
+from .start import prepare
 from .surrogate import Rewarded, Surrogate, surrogate
 
 LOGGED_STEPS = 100  # in rollouts.jsonl over a run, about
-
-
-class Rollouts(NamedTuple):
-    """Completions of this rank's prompts, one a row. All arrays: (batch / ranks, longest of the
-    batch).
-
-    ids, targets: prompt and completion; the targets of what the model has not drawn are -100.
-    drawn: the log-probability of each token when it was drawn.
-    advantages: of each token.
-    weights: (batch / ranks,) of each token of a completion, in the sum that is the loss.
-    reference: the log-probabilities of the reference; None without --kl.
-    kept: the tokens that sampling keeps, bits (batch / ranks, longest, W) as of
-        Transformer.kept_tokens; None if only the first update needs them, which finds them itself.
-    """
-
-    ids: Any
-    targets: Any
-    drawn: Any
-    advantages: Any = None
-    weights: Any = None
-    reference: Any = None
-    kept: Any = None
 
 
 class ReinforceRun(Run):
@@ -143,13 +119,13 @@ class ReinforceRun(Run):
             )
             self.reference_sha256 = digest_of(self.reference)
         self.measured: list[Surrogate] = []
-        self.rollout_numbers: dict[str, float] = {}
-        self.rollout_lines: list[dict[str, Any]] = []
-        self.tokens = 0
+        self.current: Drawn | None = None  # of the step that is made
+        self.pending: Drawn | None = None  # with --off-policy: of the next one
+        self.pending_of_ranks: list[Any] = []
 
     @property
     def step_tokens(self) -> int:
-        return self.tokens
+        return self.current.tokens if self.current is not None else 0
 
     def resume_options(self) -> dict[str, Any]:
         adapter = dict(self.model.adapter or {})
@@ -159,6 +135,29 @@ class ReinforceRun(Run):
             reference = {"reference": self.reference_sha256}
         own = {"stop": sorted(self.stop), "task": self.config.task_option}
         return super().resume_options() | own | adapter | reference
+
+    def snapshot(self, log_lengths: dict[str, int]) -> Snapshot | None:
+        pending = self.pending.to_json() if self.pending is not None else None
+        self.pending_of_ranks = self.ranks.gather(pending)
+        return super().snapshot(log_lengths)
+
+    def _state(self, log_lengths: dict[str, int]) -> dict[str, Any]:
+        state = super()._state(log_lengths)
+        if self.pending is not None:
+            state["pending"] = self.pending_of_ranks
+        return state
+
+    def resume(self, saved: Saved, warn: Callable[[str], None] = lambda sentence: None) -> None:
+        super().resume(saved, warn)
+        pending = saved.state.get("pending")
+        if pending is None or not self.config.off_policy:
+            return
+        if len(pending) != self.ranks.world:
+            raise UserError(
+                f"cannot resume {saved.folder}: with --off-policy the completions of the next step "
+                f"are those of {len(pending)} ranks: use as many"
+            )
+        self.pending = Drawn.from_json(pending[self.ranks.rank])
 
     # ------------------------------------------------------------------------- rollouts
     @property
@@ -178,6 +177,7 @@ class ReinforceRun(Run):
         self,
         prompts: list[Prompt],
         failed: Callable[[CallError], None],
+        step: int,
         n: int = 1,
         **options: Any,
     ) -> list[Group]:
@@ -185,6 +185,7 @@ class ReinforceRun(Run):
         UserError if logits are NaN.
 
         failed: is told about errors of calls; it may raise.
+        step: of the run, for the reward functions.
         options: as of Player.play.
         """
         try:
@@ -195,7 +196,7 @@ class ReinforceRun(Run):
                 "checkpoint with a smaller --lr (--resume --allow-change lr)"
             ) from None
         groups = [Group(x, episodes[i * n : (i + 1) * n]) for i, x in enumerate(prompts)]
-        reward(groups, self.tasks, self.config.weights, self.done + 1, self.limits, failed)
+        reward(groups, self.tasks, self.config.weights, step, self.limits, failed)
         return groups
 
     @contextlib.contextmanager
@@ -214,29 +215,42 @@ class ReinforceRun(Run):
             raise StepAbandoned(*problems[0])
 
     def next_batch(self) -> Rollouts:
-        """Draw completions and reward them. Raises StepAbandoned; the next call draws the same."""
+        """Draw completions and reward them; with --off-policy also those of the next step. Raises
+        StepAbandoned; the next call draws the same."""
+        if self.pending is None:
+            self.pending = self.at_position(self.done + 1)
+        drawn = self.pending
+        ahead = None
+        if self.config.off_policy and self.done + 1 < self.config.steps:
+            ahead = self.at_position(self.done + 2)
+        self.current = drawn
+        self.pending = ahead
+        return drawn.batch
+
+    def at_position(self, step: int) -> Drawn:
+        """Return the rollouts of a step. Raises StepAbandoned; the next call draws the same."""
         position = self.loader.state_dict()
         try:
-            return self.rollouts()
+            return self.rollouts(step)
         except StepAbandoned:
             self.loader.load_state_dict(position)
             raise
 
-    def rollouts(self) -> Rollouts:
-        """Draw completions and reward them. With --dynamic-sampling, groups of equal rewards are
-        replaced by those of the next prompts."""
+    def rollouts(self, step: int) -> Drawn:
+        """Draw completions of a step and reward them. With --dynamic-sampling, groups of equal
+        rewards are replaced by those of the next prompts."""
         c = self.config
-        groups = self.draw()
+        groups = self.draw(step)
         drawn_groups = list(groups)
         for _ in range(c.dynamic_sampling - 1):
             equal = [i for i, group in enumerate(groups) if group.is_equal]
             if not self.ranks.any(bool(equal)):
                 break
-            more = self.draw()
+            more = self.draw(step)
             drawn_groups += more
             for i, group in zip(equal, [x for x in more if not x.is_equal]):
                 groups[i] = group
-        self.rollout_numbers = self.numbers_of(drawn_groups)
+        numbers = self.numbers_of(drawn_groups, step)
         rewards = np.array([x.rewards for x in groups])
         episodes = [episode for x in groups for episode in x.episodes]
         examples = [[x.example()] for x in episodes]
@@ -246,14 +260,13 @@ class ReinforceRun(Run):
             truncated = c.mask_truncated and x.reason != "stop"
             if truncated or np.isnan(rewards.flat[i]):
                 targets[i] = IGNORE
-        self.tokens = ids.size * self.ranks.world
         batch = self.with_constants(Rollouts(ids, targets, drawn))
         batch = self.with_advantages(batch, rewards)
-        self.log_rollouts(groups, batch)
-        return batch
+        lines = self.logged(groups, batch, step)
+        return Drawn(batch, self.done, ids.size * self.ranks.world, numbers, lines)
 
-    def draw(self) -> list[Group]:
-        """Draw completions of the next prompts, and reward them."""
+    def draw(self, step: int) -> list[Group]:
+        """Draw completions of the next prompts, and reward them. step: that trains them."""
         c, loader = self.config, self.loader
         first = loader.position + loader.rank * (loader.B // loader.world)
         prompts = [self.corpus.train[loader.order(e)[w]] for e, w in loader.next_windows()]
@@ -262,13 +275,14 @@ class ReinforceRun(Run):
             return self.rewarded(
                 prompts,
                 self.failed,
+                step,
                 c.group,
                 seed=lambda i, *turn: seed_of(c.seed, first + i, *turn),
                 logprobs=0,
                 **vars(c.sampling()),
             )
 
-    def numbers_of(self, groups: list[Group]) -> dict[str, float]:
+    def numbers_of(self, groups: list[Group], step: int) -> dict[str, float]:
         """Return the numbers of everything that was drawn in this step, on all ranks. Raises
         StepAbandoned if there is no reward."""
         c = self.config
@@ -293,7 +307,7 @@ class ReinforceRun(Run):
             why = f"the task {names} returned None for all: return a number for some of them"
             if self.failures:
                 why = self.failures[-1]
-            raise StepAbandoned(f"step {self.done + 1}: no completion has a reward: {why}")
+            raise StepAbandoned(f"step {step}: no completion has a reward: {why}")
         numbers = {
             "reward": total / rewarded,
             "reward_std": deviations * c.group / n,
@@ -315,16 +329,14 @@ class ReinforceRun(Run):
                 numbers[f"rewards/{name}"] = total / max(count, 1)
         return numbers
 
-    def log_rollouts(self, groups: list[Group], batch: Rollouts) -> None:
-        """Keep the lines of rollouts.jsonl for this step, of all ranks, if it is one of those that
-        are logged. batch: their rows."""
+    def logged(self, groups: list[Group], batch: Rollouts, step: int) -> list[dict[str, Any]]:
+        """Return the lines of rollouts.jsonl for this step, of all ranks, if it is one of those
+        that are logged. batch: their rows."""
         every = self.config.rollouts_every
         if every is None:
             every = max(1, self.config.steps // LOGGED_STEPS)
-        step = self.done + 1
-        self.rollout_lines = []
         if not every or (step % every and step not in (1, self.config.steps)):
-            return
+            return []
         first = (batch.targets != IGNORE).argmax(1)
         advantages = iter(batch.advantages[np.arange(len(first)), first].tolist())
         lines = [
@@ -334,7 +346,7 @@ class ReinforceRun(Run):
             for group in groups
             for line in group.lines(names_of(self.config.tasks))
         ]
-        self.rollout_lines = [line for lines in self.ranks.gather(lines) for line in lines]
+        return [line for lines in self.ranks.gather(lines) for line in lines]
 
     def with_advantages(self, batch: Rollouts, rewards: np.ndarray) -> Rollouts:
         """Compute advantages and weights, on all ranks together. rewards: (prompts, group)."""
@@ -404,10 +416,18 @@ class ReinforceRun(Run):
         self.done += 1
         self.parallel.check_identical(self.optimizer, self.done)
         clipped, tokens = self.ranks.sum([clipped, tokens])
-        extra = {**self.rollout_numbers, **numbers, "clipped": clipped / max(tokens, 1)}
+        drawn = self.current
+        assert drawn is not None
+        extra = {**drawn.numbers, **numbers, "clipped": clipped / max(tokens, 1)}
         mean = [np.array([np.mean(x)], np.float32) for x in (losses, norms)]
-        lines = self.rollout_lines
-        return StepResult(self.done, mean[0], mean[1], self.optimizer.lr, extra, lines)
+        return StepResult(self.done, mean[0], mean[1], self.optimizer.lr, extra, drawn.lines)
+
+    @property
+    def is_exact(self) -> bool:
+        """Must the first update have the log-probabilities of the rollouts? They are of the same
+        weights, without --off-policy."""
+        drawn = self.current
+        return self.config.exact and drawn is not None and drawn.weights_of == self.done
 
     def first_update(self) -> dict[str, float]:
         """Return how far rollouts and training are apart, and the KL to the reference. Raises
@@ -418,7 +438,7 @@ class ReinforceRun(Run):
             for name in ("kl", "tokens", "reference_kl")
         ]
         kl, tokens, reference_kl = self.ranks.sum(sums)
-        if self.config.exact and (error or kl) and np.isfinite(error):
+        if self.is_exact and (error or kl) and np.isfinite(error):
             raise UserError(
                 f"step {self.done + 1}: training computes other log-probabilities than the "
                 f"rollouts had (ratio off by {error:.3g}), so "
@@ -466,7 +486,7 @@ class ReinforceRun(Run):
         prompts = self.corpus.val[: c.eval_batches * (c.batch // c.group)]
         mine = prompts[r.rank :: r.world]
         with self.on_every_rank():
-            groups = self.rewarded(mine, self.failed)
+            groups = self.rewarded(mine, self.failed, self.done)
         rewards = np.array([x.rewards for x in groups])
         total, n = r.sum([float(np.nansum(rewards)), float(np.isfinite(rewards).sum())])
         reward = total / max(n, 1)
@@ -483,7 +503,7 @@ class ReinforceRun(Run):
             raise error
 
         try:  # on one rank; training continues
-            (group,) = self.rewarded([prompt], failed)
+            (group,) = self.rewarded([prompt], failed, self.done)
         except (CallError, Interrupted) as error:
             return f"{self.corpus.tokenizer.decode(prompt.ids)}\nno reward: {error}"
         text = self.corpus.tokenizer.decode(group.episodes[0].tokens)
@@ -503,78 +523,6 @@ def seed_of(seed: int, *numbers: int) -> int:
 
 
 # ----------------------------------------------------------------------------- a whole run
-def prepare(config: ReinforceConfig, ranks: SingleProcess) -> tuple[PreparedConfig, Prompts]:
-    """Return the config with every option that the prompts decide, and the prompts with the task.
-
-    Raises UserError, on every rank.
-    """
-    config.validate()
-    c, folder = model_source(config, ranks)
-    if c.reference and not c.resume:  # a run may get newer checkpoints while this one trains
-        reference = Path(c.reference)
-        c = replace(c, reference=str(ranks.on_rank_0(lambda: model_folder(reference, say))))
-    c = c.with_algorithm(find_algorithm(c.algorithm))
-    for name in c.tasks:  # raises UserError before anything is read
-        Task(name)
-    if c.environment:
-        Environment(c.environment)
-    if c.batch and c.batch % (c.group * ranks.world):
-        factors = f"--group {c.group}"
-        if ranks.world > 1:
-            factors += f" x {ranks.world} ranks"
-        raise UserError(f"--batch {c.batch} is not a multiple of {factors}: choose one that is")
-    room = read_config(folder).max_seq_len - c.max_new_tokens
-    corpus = _read(c, folder, room)
-    if corpus.skipped and ranks.rank == 0:
-        say(
-            f"xtrain.reinforce: {corpus.skipped} prompts are longer than {room} tokens and were "
-            "left out"
-        )
-    steps = c.steps or 200
-    decided = {
-        "seq_len": corpus.longest + c.max_new_tokens,
-        "steps": steps,
-        "batch": c.batch or 64,
-        **c.intervals(steps),
-    }
-    return PreparedConfig(**(vars(c) | decided)), corpus
-
-
-def _read(c: ReinforceConfig, folder: Path, room: int) -> Prompts:
-    """Return the prompts of --data and --val-data. Raises UserError.
-
-    folder: of the model.
-    room: the tokens that a prompt may have.
-    """
-    texts = chosen_texts(c, folder)
-    skipped = 0
-
-    def read(files: tuple[str, ...]) -> list[Prompt]:
-        nonlocal skipped
-        prompts = read_prompts(files, texts.tokenizer, texts.template)
-        kept = [x for x in prompts if len(x.ids) <= room]
-        skipped += len(prompts) - len(kept)
-        if not kept:
-            raise UserError(
-                f"{', '.join(files)}: no prompt leaves room for --max-new-tokens "
-                f"{c.max_new_tokens} in the model's context of {room + c.max_new_tokens}: "
-                "give a smaller number"
-            )
-        return kept
-
-    train = read(c.data)
-    if c.val_data:
-        val = read(c.val_data)
-    else:
-        train, val = hold_out(train, c.val_share, "prompt")
-    name = ", ".join(Path(file).name for file in c.data)
-    files = len(c.data) + len(c.val_data)
-    stop = texts.answer_stop
-    if any(x.conversation for x in (*train, *val)):
-        stop = texts.chat_stop
-    return Prompts(name, files, train, val, skipped, texts.tokenizer, c.group, stop, texts.template)
-
-
 def reinforce(
     config: ReinforceConfig,
     console: Console | None = None,

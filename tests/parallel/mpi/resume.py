@@ -246,7 +246,8 @@ def fine_tuning(folder):
 def reinforcement(folder):
     """Two ranks draw the completions of one; log-probabilities are the same bits; ranks that stopped continue on one."""
     reward = lambda record, texts: [float(sum(map(ord, text)) % 7) for text in texts]
-    sys.modules["a_task"] = types.SimpleNamespace(reward=reward)
+    reply = lambda record, messages: " and " if len(messages) < 4 else None
+    sys.modules["a_task"] = types.SimpleNamespace(reward=reward, reply=reply)
     data = folder / "prompts.jsonl"
     if WORLD.rank == 0:
         lines = [{"prompt": f"{a} "} for a in sorted(set(TEXT.read_text().split()))[:12]]
@@ -255,10 +256,11 @@ def reinforcement(folder):
 
     def reinforced(name, n, **more):
         ranks = some_ranks(n)
-        shape = dict(steps=4, eval_every=2, save_every=2, group=2, batch=8, max_new_tokens=4)
+        shape = dict(steps=4, eval_every=2, save_every=2, group=2, batch=8, max_new_tokens=9)
         config = ReinforceConfig(
             init=str(folder / "alone" / "run"), data=(str(data),), out=str(folder), name=name,
-            task="a_task:reward", lr=1e-5, device="cpu", **shape, **more,
+            task="a_task:reward", environment="a_task:reply", stop_strings=("e", "a", "t"), lr=1e-5, device="cpu",
+            **shape, **more,
         )  # fmt: skip
         run = reinforce(config, SILENT, divided(ranks), **NO_REPORT) if ranks else None
         wait()
@@ -271,7 +273,14 @@ def reinforcement(folder):
         runs = [(run / "metrics.jsonl").read_text().splitlines() for run in (alone, shared)]
         numbers = [[json.loads(line) for line in lines] for lines in runs]
         for a, b in zip(*numbers, strict=True):
-            for name in ("reward", "completion_tokens", "val_reward", "ratio_error", "rollout_kl"):
+            for name in (
+                "reward",
+                "completion_tokens",
+                "turns",
+                "val_reward",
+                "ratio_error",
+                "rollout_kl",
+            ):
                 assert a.get(name) == b.get(name), (name, a, b)
             assert not a.get("ratio_error") and not a.get("rollout_kl")
         np.testing.assert_allclose(losses(shared), losses(alone), rtol=1e-4, atol=1e-6)
