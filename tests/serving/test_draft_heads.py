@@ -7,6 +7,7 @@ from checks import rng, to_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_state import check_nothing_is_used
+from test_engine_batch_invariant import GPU_SHAPES, gpu_model, prompts_with_common_beginnings
 from test_speculation import PROMPTS, RULES, Drafting, DraftingAhead, everything, model
 
 from xtrain import Engine, UserError
@@ -85,3 +86,20 @@ def test_heads_that_do_not_fit():
     wide = twins.random_model(twins.small(head_dim=16, dim=64), device="cpu")
     with pytest.raises(UserError, match="the draft heads are of width"):
         Engine(model(), speculate=2, draft_model=heads_of(wide))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_on_a_gpu(precision):
+    """With CUDA graphs, and random heads: drafts are drawn, and answers are those of plain decoding."""
+    served = gpu_model(precision, False, **next(iter(GPU_SHAPES.values())))
+    heads = DraftHeads(served.config.dim, 3)
+    heads.arena = heads.make_arena("gpu", 0, precision == "bf16", trainable=False)
+    prompts = prompts_with_common_beginnings(3, [300, 310, 1, 64, 257], 1000)
+    sizes = dict(max_batch=4, max_seq_len=1024, batch_invariant=True)
+    engine = Drafting(served, **sizes, speculate=3, draft_model=heads)
+    for options in (dict(seed=3), dict(temperature=1.0, n=2, logprobs=1, **RULES)):
+        wanted = Engine(served, **sizes).generate(prompts, 60, **options)
+        for _ in range(2):
+            assert everything(engine.generate(prompts, 60, **options)) == everything(wanted)
+    assert engine.scheduler.speculation.drafted_tokens
