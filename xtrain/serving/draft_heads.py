@@ -85,9 +85,7 @@ class HeadsDrafter:
             drawn = [int(ids[k * b + request.slot]) for k in range(n)]
             valid = drawn.index(-1) if -1 in drawn else n  # where the logits are NaN
             drafts.append(drawn[:valid])
-            state = self._state(request)
-            state.start = len(request.completion)
-            state.draft = drawn[:valid]
+            self._note(request, drafts[-1])
         return drafts
 
     def logits(self, b: int) -> tuple[Array]:
@@ -126,6 +124,11 @@ class HeadsDrafter:
         ids = to_device(np.zeros(self.K * b, np.int32), self.runner.model.device)
         self.runner.sample(logits, ids, batch.first(self.K * b), False, False, False)
         return to_host_later(ids)
+
+    def _note(self, request: Request, draft: list[int]) -> None:
+        state = self._state(request)
+        state.start = len(request.completion)
+        state.draft = draft
 
     def _state(self, request: Request) -> Drafted:
         """Return what has been drafted, with the rates of what has arrived since."""
