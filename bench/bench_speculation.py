@@ -1,6 +1,6 @@
 """Speculative decoding: tokens per second with drafts, compared with plain decoding.
 
-    python bench/bench_speculation.py [--only none lookup acceptance draft]
+    python bench/bench_speculation.py [--only none lookup acceptance draft heads]
                                       [--models 8B 0.6B]
                                       [--batch 1 8 32] [--most 7] [--fast] [--layers N]
 
@@ -20,6 +20,7 @@ acceptance  a drafter that knows the answer of plain decoding, and gives its nex
             probability p, else another one; drafting takes no time. The curve over p
 draft       8B alone: a draft model of the shape of Qwen3-0.6B computes its drafts, which are replaced
             as above, to force the acceptance. The curve over p
+heads       8B alone: draft heads, untrained, compute the drafts, which are replaced in the same way
 none        prompt lookup on a text that does not repeat: must not be slower than 0.97 x
 """
 
@@ -35,15 +36,16 @@ from _timing import record
 
 import xtrain
 from xtrain.device import free_cached
+from xtrain.nn.draft_heads import DraftHeads
 from xtrain.serving.speculation import History
 
-PARTS = ["none", "lookup", "acceptance", "draft"]
+PARTS = ["none", "lookup", "acceptance", "draft", "heads"]
 NAMES = {"8B": "Qwen3-8B", "0.6B": "Qwen3-0.6B"}
 
 
 @dataclass
 class Options:
-    only: list[Literal["none", "lookup", "acceptance", "draft"]] = field(
+    only: list[Literal["none", "lookup", "acceptance", "draft", "heads"]] = field(
         default_factory=lambda: list(PARTS)
     )
     models: list[Literal["8B", "0.6B"]] = field(default_factory=lambda: ["8B", "0.6B"])
@@ -198,6 +200,13 @@ def main(o: Options) -> None:
                     what = f"draft model, acceptance {p:g}"
                     compare(o, model, what, size, prompts, p, draft_model=draft_model)
                 del draft_model
+            if "heads" in o.only and size == "8B":
+                heads = DraftHeads(model.config.dim, o.most)
+                heads.arena = heads.make_arena("gpu", 0, bf16=True, trainable=False)
+                for p in o.p:
+                    what = f"draft heads, acceptance {p:g}"
+                    compare(o, model, what, size, prompts, p, draft_model=heads)
+                del heads
         del model
         gc.collect()
         free_cached("gpu")

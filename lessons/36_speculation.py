@@ -609,6 +609,101 @@ print(lesson.records.machine(measured))
 # sequence that quotes gets many, and one that does not gets none.
 
 # %% [markdown]
+# ## Heads that draft
+#
+# The model itself may know more than the next token: its last hidden vector h, from which the head reads the next
+# token, says something of the ones after it. Medusa (Cai et al. 2024) trains a small block for each of these places,
+# with the model frozen, and reads its result with the model's own head:
+#
+# $$h_k = h + \operatorname{silu}(W_k h) \qquad k = 1, \dots, K$$
+#
+# Head k guesses the token k places after the next one. So it is trained like the model, with other targets.
+#
+# ## Exercise 36.6: what head k is trained on
+
+
+# %% tags=["exercise"]
+def head_targets(targets, k):
+    """-> (B, T) array of whole numbers, like targets: what head k is to predict at each position.
+
+    targets (B, T): the next token at each position, or -100 where nothing is trained. k >= 1: head k
+    predicts the token k places after the next one. -100 where the row ends before it.
+    """
+    # YOUR CODE
+
+
+# %%
+lesson.check("36.6", head_targets)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# The token k places after the next one is the target k columns to the right. The last k columns have none.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 36.6
+def head_targets_solution(targets, k):
+    """-> (B, T) array of whole numbers, like targets: what head k is to predict at each position.
+
+    targets (B, T): the next token at each position, or -100 where nothing is trained. k >= 1: head k
+    predicts the token k places after the next one. -100 where the row ends before it.
+    """
+    out = np.full_like(targets, -100)
+    out[:, :-k] = targets[:, k:]
+    return out
+
+
+head_targets = lesson.yours(head_targets, head_targets_solution)
+
+# %% [markdown]
+# Three heads on the model of 36.2, trained on texts that it has written itself: the loss of each head, and which share
+# of its guesses is the model's token, before and after.
+
+# %%
+from xtrain.nn.draft_heads import HeadedTransformer
+
+rng = np.random.default_rng(0)
+starts = [rng.integers(0, 64, 8).tolist() for _ in range(32)]
+writer = xtrain.Engine(model, 32, 64)
+texts = np.array([p + list(a) for p, a in zip(starts, writer.generate(starts, 40))])
+ids, targets = texts[:, :-1], texts[:, 1:].copy()
+targets[:, :7] = -100  # the made-up beginnings
+
+headed = HeadedTransformer(model.config, None, trainable=False)
+for (_, ours), (_, theirs) in zip(headed.named_parameters(), model.named_parameters()):
+    ours.data = theirs.data
+headed.add_heads(3)
+hidden = headed.hidden(ids)
+
+
+def right(k):
+    """The share of head k's guesses that are right."""
+    guesses = headed.logits(headed.draft_heads(hidden)[k - 1]).data[:, :64].argmax(1)
+    wanted = head_targets(targets, k).reshape(-1)
+    return (guesses == wanted)[wanted != -100].mean()
+
+
+optimizer = xtrain.AdamW(headed, lr=1e-2, weight_decay=0.0)
+before = [right(k) for k in (1, 2, 3)]
+for step in range(60):
+    headed.zero_grad()
+    loss = headed.loss(ids, targets)
+    loss.backward()
+    optimizer.step()
+    if step % 20 == 0:
+        print(f"step {step:2}: loss {loss.item():.2f}")
+for k in (1, 2, 3):
+    print(f"head {k}: {before[k - 1]:4.0%} of its guesses were right, now {right(k):4.0%}")
+
+# %% [markdown]
+# (The texts are the ones that it was trained on, and this model writes in circles: a real model's heads are less often right.)
+# Heads need no cache and no pass for each draft, but each guesses without knowing the drafts before its own. `xtrain
+# finetune --draft-heads 3` trains them, `--draft FOLDER` drafts with them. Your 36.1 accepts what is right, so bad heads
+# cost time and never change an answer.
+#
 # ## The library's kernel
 #
 # A step that verifies has the launches of a plain one: for the model, the drafts of a sequence are rows of a decoding

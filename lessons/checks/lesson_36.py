@@ -1,4 +1,4 @@
-"""Exercises of lesson 36: what a verifying step accepts, the loop with a cache, prompt lookup, how many drafts pay."""
+"""Exercises of lesson 36: what a verifying step accepts, the loop with a cache, prompt lookup, how many drafts pay, heads."""
 
 import time
 
@@ -457,3 +457,46 @@ def _why(k, p, seconds):
         "A draft counts only if those before it are right: p^i, not p for each.": best(p, times, lambda p, k: 1 + k * p),
     }  # fmt: skip
     return next((text for text, other in causes.items() if other == k), "Tokens per second with k drafts: expected_tokens(p, k) / seconds[k].")  # fmt: skip
+
+
+# ----------------------------------------------------------------------------- heads
+def ahead(targets, k, fill=-100):
+    out = np.full_like(targets, fill)
+    out[:, : max(targets.shape[1] - k, 0)] = targets[:, k:]
+    return out
+
+
+@exercise(
+    "36.6", "head_targets",
+    first_step="column t of the result is column t + k of targets.",
+    hints={"ValueError": "the columns on both sides must be as many: T - k of them have a target."},
+    kernel=False,
+)  # fmt: skip
+def head_targets(e):
+    fixed = (
+        (np.arange(1, 13).reshape(2, 6), 1),
+        (np.arange(1, 13).reshape(2, 6), 2),
+        (np.array([[5, -100, 7, 8, 9]]), 2),
+        (np.array([[3, 4, 5], [6, 7, 8]]), 3),
+        (np.array([[3, 4]]), 5),
+    )
+
+    def draw(rng):
+        targets = rng.integers(0, 50, (int(rng.integers(1, 4)), int(rng.integers(2, 9))))
+        targets[rng.random(targets.shape) < 0.2] = -100
+        return targets, int(rng.integers(1, 6))
+
+    for targets, k in e.cases(fixed, draw, times=4):
+        targets = np.array(targets, np.int64)
+        given = targets.copy()
+        got = e.call(given, k, case=f"targets {targets.tolist()}, k = {k}")
+        e.need(got is not None, "Nothing is returned: end with `return` and the array.")
+        e.same("the targets", np.asarray(got), ahead(targets, k), {
+            "Head k predicts the token k places AFTER the next one: targets[:, k:], not targets[:, k - 1 :].": ahead(targets, k - 1),
+            "This is one place too far: targets[:, k:].": ahead(targets, k + 1),
+            "These are tokens before the position: shift to the left.": ahead(targets[:, ::-1], k)[:, ::-1],
+            "Where the row ends there is no token: -100, not the first ones again.": np.roll(targets, -k, axis=1),
+            "Where the row ends there is no token to train on: -100. 0 is a token.": ahead(targets, k, 0),
+            "Rows are texts of their own: shift the columns, not the rows.": ahead(targets.T, k).T,
+        })  # fmt: skip
+        e.need(np.array_equal(given, targets), "targets was changed: the other heads need them, too.")

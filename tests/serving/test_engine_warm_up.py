@@ -14,6 +14,7 @@ from xtrain.kernels.runtime import compile as _compile
 from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.runtime.launch import note_launches
 from xtrain.nn.cuda_graph import EAGER_CALLS
+from xtrain.nn.draft_heads import DraftHeads
 from xtrain.nn.modules import Linear
 from xtrain.serving.adapters import Adapters, SwitchedLinear
 from xtrain.serving.runner import Runner
@@ -36,6 +37,7 @@ MODELS = {
     "prompt lookup": (small(**WIDE), "bf16", dict(speculate=4)),
     "prompt lookup, batch-invariant": (small(**WIDE), "bf16", dict(speculate=4, logprobs_of="sampled", **EXACT)),
     "draft model": (small(**WIDE | dict(n_layers=3)), "bf16", dict(speculate=4, draft_model="bf16")),
+    "draft heads": (small(**WIDE), "bf16", dict(speculate=4, draft_model="heads")),
     "adapters": (small(**WIDE), "bf16", {}),
     "fp8 cache": (small(**WIDE | dict(head_dim=32)), "bf16", dict(kv_cache="fp8")),
 }  # fmt: skip
@@ -126,7 +128,10 @@ def add_zeros(model):
 def make(model, device, kind=Engine, max_batch=MAX_BATCH, **options):
     sizes = dict(max_batch=max_batch, max_seq_len=400, prefill_tokens=300)
     more = dict(MODELS[model][2])
-    if "draft_model" in more:
+    if more.get("draft_model") == "heads":
+        more["draft_model"] = heads = DraftHeads(WIDE["dim"], 3)
+        heads.arena = heads.make_arena(device, None, True, trainable=False)
+    elif "draft_model" in more:
         more["draft_model"] = weights(more["draft_model"], device)
     return kind(weights(model, device), **sizes, **more, **options)
 

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from observed import Observed, ObservedRunner, check
-from test_engine_batch_invariant import prompts_with_common_beginnings
+from test_engine_batch_invariant import GPU_SHAPES, gpu_model, prompts_with_common_beginnings
 from twins import random_model, small
 
+from xtrain import Engine
 from xtrain.nn.cuda_graph import EAGER_CALLS
 from xtrain.serving.prefill_rows import PrefillRows, round_rows, unpack
 
@@ -91,10 +92,6 @@ def test_few_sizes_serve_all_prompts():
 @pytest.mark.parametrize("invariant", [False, True])
 def test_a_captured_prefill_changes_no_bit(invariant):
     """Prompts of the same rounded sizes: the last ones are replays. Log-probabilities tell bits."""
-    from test_engine_batch_invariant import GPU_SHAPES, gpu_model
-
-    from xtrain import Engine
-
     served = gpu_model("bf16", False, **next(iter(GPU_SHAPES.values())))
     options = dict(max_batch=4, max_seq_len=1024, batch_invariant=invariant, reuse_prefix=False)
     captured = Engine(served, **options)

@@ -22,6 +22,7 @@ from .tensor_file import LowRank, Stored, read_header, write_safetensors
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+DRAFT_HEADS = "XTRAIN_DRAFT_HEADS"  # peft_type of what is not LoRA: nn/draft_heads.py
 # keys of adapter_config.json that change the result -> the values that mean "not used"
 UNUSED: dict[str, tuple] = {
     "use_dora": (False, None),
@@ -86,6 +87,11 @@ def read_rank(folder: Path) -> tuple[int, float]:
     """Return the rank and the factor of b a. Raises UserError for what xtrain does not support."""
     path = folder / ADAPTER_CONFIG
     content = read_json(path)
+    if content.get("peft_type") == DRAFT_HEADS:
+        raise UserError(
+            f"{folder} holds draft heads, not a model: give the folder of their model with "
+            f"--model {content.get('base_model_name_or_path')}, and this one with --draft"
+        )
     if content.get("peft_type") != "LORA":
         raise UserError(f"{path}: peft_type {content.get('peft_type')!r} is not supported, LORA is")
     for key, values in UNUSED.items():

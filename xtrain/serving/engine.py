@@ -41,10 +41,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..errors import UserError
+from ..nn.draft_heads import DraftHeads
 from ..nn.model import Transformer
 from ..nn.quantized import quantize_weights
 from .adapters import number_of
 from .constraints import Grammar
+from .draft_heads import HeadsDrafter
 from .draft_model import DraftModel
 from .options import EngineOptions, described, engine_parameters
 from .paged_cache import PagedCache, affordable_blocks, check_room
@@ -147,6 +149,8 @@ class Engine:
         if options.speculate:
             self.runner.verifier = Verifier(self.runner, options.speculate)
             drafter: Drafter = PromptLookup()
+            if isinstance(options.draft_model, DraftHeads):
+                drafter = HeadsDrafter(options.draft_model, self.runner)
             for cache in draft_cache:
                 drafter = DraftModel(cache, self.runner, self.sizes.prefill_tokens)
                 self.runners.append(drafter.runner)
@@ -450,7 +454,7 @@ def _make_caches(model: Transformer, options: EngineOptions, max_seq_len: int) -
     """Quantize the weights, and allocate the KV cache in the memory that is free then, and one with
     as many blocks for the draft model."""
     caches = [PagedCache(model, max_seq_len, options.block_tokens, options.kv_cache)]
-    if options.draft_model is not None:
+    if isinstance(options.draft_model, Transformer):
         caches.append(PagedCache(options.draft_model, max_seq_len, options.block_tokens))
     block_bytes = sum(cache.block_bytes for cache in caches)
     if options.cache_bytes is not None:

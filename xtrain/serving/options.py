@@ -16,6 +16,7 @@ import numpy as np
 from typing_extensions import Doc
 
 from ..errors import UserError
+from ..nn.draft_heads import DraftHeads
 from ..nn.model import Transformer
 from .paged_cache import KINDS as CACHE_KINDS
 
@@ -63,8 +64,9 @@ LogprobsOf = Annotated[
 Draft = Annotated[
     str | None,
     Doc(
-        "the folder of a smaller model with the same tokenizer, which guesses the tokens; none: "
-        "what followed the last tokens before is guessed"
+        "the folder of a smaller model with the same tokenizer, which guesses the tokens, or of "
+        "heads that were trained for this model (finetune --draft-heads); none: what followed the "
+        "last tokens before is guessed"
     ),
 ]
 PrefillInterval = Annotated[
@@ -149,8 +151,11 @@ class EngineOptions(SharedOptions):
     prefill_interval: PrefillInterval = None
     logprobs_of: LogprobsOf = "model"
     draft_model: Annotated[
-        Transformer | None,
-        Doc("a smaller Transformer with the same tokens, which drafts; none: prompt lookup does"),
+        Transformer | DraftHeads | None,
+        Doc(
+            "a smaller Transformer with the same tokens, which drafts, or heads of this one; none: "
+            "prompt lookup does"
+        ),
     ] = None
 
     def sizes(self, model: Transformer) -> Sizes:
@@ -204,12 +209,17 @@ class EngineOptions(SharedOptions):
             )
         return sizes
 
-    def _check_draft(self, draft: Transformer, model: Transformer, max_seq_len: int) -> None:
-        """Raise UserError if the draft model does not fit the model."""
+    def _check_draft(
+        self, draft: Transformer | DraftHeads, model: Transformer, max_seq_len: int
+    ) -> None:
+        """Raise UserError if the draft model, or the heads, do not fit the model."""
         if not self.speculate:
             raise UserError(
                 "without speculate a draft model drafts nothing: set speculate to 1 or more"
             )
+        if isinstance(draft, DraftHeads):
+            draft.check_fit(model)
+            return
         own = draft.config
         if own.vocab_size != model.config.vocab_size or draft.device != model.device:
             raise UserError(

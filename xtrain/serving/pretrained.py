@@ -14,7 +14,9 @@ from ..errors import UserError
 from ..formats import huggingface
 from ..formats.saved_runs import model_folder
 from ..formats.texts import Texts, load_texts
+from ..nn.draft_heads import DraftHeads
 from ..nn.model import Precision, Transformer, choose_precision
+from .draft_heads import is_heads, load_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +39,14 @@ class Pretrained(Texts):
 
     model: Transformer
 
-    def draft(self, folder: str | None) -> Transformer | None:
-        """Load a smaller model that drafts for this one; None without a folder. Raises UserError if
-        its tokens are others."""
+    def draft(self, folder: str | None) -> Transformer | DraftHeads | None:
+        """Load a smaller model that drafts for this one, or heads of it; None without a folder.
+        Raises UserError if its tokens are others, or the heads do not fit."""
         if folder is None:
             return None
+        found = model_folder(Path(folder), say)
+        if is_heads(found):
+            return load_heads(found, self.model)
         precision: Precision = "fp32" if self.model.branch_dtype is None else "bf16"
         other = load(folder, self.model.device, precision)
         if other.tokenizer.token_bytes != self.tokenizer.token_bytes:

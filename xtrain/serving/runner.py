@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..device import Array, cupy, mapped_array, to_device, to_numpy
+from ..device import Array, cupy, mapped_array, to_device, to_numpy, zeros_on
 from ..kernels.decoding.kept_tokens import kept_tokens, sampled_logits
 from ..kernels.decoding.logprobs import MAX_TOP, token_logprobs
 from ..kernels.decoding.penalties import (
@@ -84,6 +84,8 @@ class Runner:
         self.in_flight: collections.deque[TokensInFlight | ScoresInFlight] = collections.deque()
         self.newest = 0  # how many of them belong to the newest step, and stay in flight
         self.verifier: Any = None  # of drafts (verifying.py); None: there are none
+        self.drafter: Any = None  # by heads on this model (draft_heads.py)
+        self.hidden: Any = None  # (max_batch, C): its outputs of each slot's newest token
         self.ids_are_on_device = True  # else only the host knows what a verifying step has drawn
         self.graphed: Callable[..., Any] | None = None
         # The tokens of the last two steps of each slot, in host memory that the GPU writes: one is
@@ -177,7 +179,27 @@ class Runner:
         batch = self.batch
         lengths_B = batch.first(b)["lengths"]
         sequences = self.cache.decode(lengths_B, batch.device_tables[:b], batch.edges[: b + 1])
-        return (self.model.logits(self.model.hidden(batch.ids[:b], sequences)).data,)
+        x_BC = self.model.hidden(batch.ids[:b], sequences)
+        logits = self.model.logits(x_BC).data
+        if self.hidden is not None:
+            self.keep_rows(slice(b), x_BC.data)
+        return (logits,)
+
+    def keep_outputs(self) -> None:
+        """From now on keep the model's outputs of each slot's newest token, in `hidden`."""
+        shape = self.max_batch, self.model.config.dim
+        dtype = self.model.branch_dtype or np.dtype(np.float32)
+        self.hidden = zeros_on(self.model.device, shape, dtype)
+
+    def keep_rows(self, slots: Any, x_NC: Array, rows: list[int] | None = None) -> None:
+        """Copy these rows of x, all by default, to `hidden`, if outputs are kept. slots: a list or a
+        slice."""
+        if self.hidden is None:
+            return
+        values = x_NC.view(f"u{x_NC.dtype.itemsize}")  # CuPy's indexing may not have bf16
+        if rows is not None:
+            values = values[rows]
+        self.hidden.view(values.dtype)[slots] = values
 
     def draw_decoded(self, *variant: Any) -> tuple[Array, ...]:
         """Draw from self.logits, which decode_logits has computed: the second part of `decode`. In
@@ -244,6 +266,7 @@ class Runner:
         flight."""
         old_slots = [slot for _, slot in moved]
         self.batch.ids[: len(moved)] = self.batch.ids[old_slots]
+        self.keep_rows(slice(len(moved)), self.hidden, old_slots)
         for request, old_slot in moved:
             if request.slot != old_slot:
                 self._write_penalties(request)
@@ -271,6 +294,7 @@ class Runner:
         n_drawing = len(prefill.drawing)
         if prefill.drawing:
             logits = self.model.logits(Tensor(x_WC[:n_drawing])).data
+            self.keep_rows([request.slot for request in prefill.drawing], x_WC[:n_drawing])
             self.draw_first_tokens(prefill.drawing, logits)
         if prefill.scored:
             self._score(prefill.scored, x_WC[n_drawing:])
@@ -478,8 +502,9 @@ class Runner:
             self.use_adapters(self.batch.device["adapter"])
             for size in self.batch_sizes():
                 self.decode(size, True, True, True)
-            if self.verifier is not None:
-                self.verifier.every_shape()
+            for each in (self.verifier, self.drafter):
+                if each is not None:
+                    each.every_shape()
             for n in sorted(n for n in rows if n <= longest):
                 self.prefill_shape(n)
         self.penalties = None

@@ -26,7 +26,7 @@ from .in_flight import TokensInFlight, to_host_later
 from .masks import accepting
 from .requests import Request
 from .runner import Runner, extras_of
-from .speculation import MOST_ROWS, verifying_size
+from .speculation import MOST_ROWS, count_accepted, verifying_size
 from .work import VerifiedTokens
 
 
@@ -45,6 +45,7 @@ class DraftsInFlight:
     pieces: list[list[np.ndarray]]
     wait_for_all: Callable[[], None]
     size: int
+    keep_rows: Callable[[list[Request], list[int]], None]
 
     def wait(self) -> VerifiedTokens:
         """Wait for the tokens."""
@@ -58,6 +59,12 @@ class DraftsInFlight:
         tokens = [[token for token, _ in pairs] for pairs in drawn.values()]
         of_tokens = [[x for _, x in pairs] for pairs in drawn.values()]
         accepting(self.requests, lambda: [ids[0] for ids in tokens])()
+        # the last row of each request whose token counts
+        accepted = list(map(count_accepted, self.drafts, tokens))
+        places: dict[Request, list[int]] = {request: [] for request in self.requests}
+        for number, request in enumerate(self.requests_N):
+            places[request].append(number)
+        self.keep_rows(self.requests, [x[n] for x, n in zip(places.values(), accepted)])
         return VerifiedTokens(self.requests, self.drafts, tokens, of_tokens, self.size)
 
 
@@ -77,16 +84,22 @@ class Verifier:
         self.max_rows = verifying_size(min(runner.max_batch * (most + 1), MOST_ROWS))
         table_blocks = runner.batch.host_tables.shape[1]
         self.batch = DecodeBatch(self.max_rows, table_blocks, runner.model.device)
+        self.hidden: list[Array] = []  # of the newest step, if the runner keeps it
 
-    def logits(self, size: int) -> tuple[Array]:
-        """Compute the logits of the first rows: what a CUDA graph records."""
+    def logits(self, size: int) -> tuple[Array, ...]:
+        """Compute logits and hidden of the first rows: what a CUDA graph records. hidden: only if
+        the runner keeps it."""
         batch = self.batch
         columns = batch.first(size)
         tables = batch.device_tables[:size], batch.edges[: size + 1]
         cache = self.runner.cache
         sequences = cache.decode(columns["lengths"], *tables, columns["previous"])
         model = self.runner.model
-        return (model.logits(model.hidden(batch.ids[:size], sequences)).data,)
+        x_NC = model.hidden(batch.ids[:size], sequences)
+        logits = model.logits(x_NC).data
+        if self.runner.hidden is None:
+            return (logits,)
+        return logits, x_NC.data
 
     def launch(self, requests: list[Request], drafts: list[list[int]]) -> DraftsInFlight:
         """Launch the step. The tokens of all requests so far have arrived."""
@@ -111,6 +124,7 @@ class Verifier:
             copies,
             runner.arrival(),
             verifying_size(len(rows)),
+            self.keep_rows,
         )
 
     def every_shape(self) -> None:
@@ -148,8 +162,14 @@ class Verifier:
         tokens = np.array([row.token for row in rows], np.int32)
         batch.ids[:n] = to_device(tokens, self.runner.model.device)
         self.runner.use_adapters(batch.device["adapter"])
-        (logits,) = self.runner.run_part(self.logits, size)
+        logits, *self.hidden = self.runner.run_part(self.logits, size)
         return logits
+
+    def keep_rows(self, requests: list[Request], numbers: list[int]) -> None:
+        """Keep the hidden rows of these numbers for the slots of the requests, if the runner keeps
+        any."""
+        for x_NC in self.hidden:
+            self.runner.keep_rows([request.slot for request in requests], x_NC, numbers)
 
     def _draw(
         self, logits: Array, requests: list[Request], counts: list[int]

@@ -4,7 +4,8 @@ uses.
 MFU = floating-point operations that the model's mathematics needs per second / peak of the GPU in
 the precision in use. Per token these are 6 per matrix parameter (2 in the forward pass, 4 in the
 backward; the embedding look-up needs none; 4 for a frozen matrix, which needs no gradient) and 12 L
-H D T / 2 for causal attention; with a sliding window W < T, T / 2 becomes W - W^2 / 2T.
+H D T / 2 for causal attention; with a sliding window W < T, T / 2 becomes W - W^2 / 2T. Draft heads are
+trained on a forward pass alone; each multiplies with the model's head.
 """
 
 import math
@@ -51,10 +52,15 @@ def flops_per_token(model: Transformer, T: float) -> float:
     head = 0
     if c.tie_embeddings:
         head = c.vocab_size * c.dim
-    matrices = 6 * trained + 4 * frozen + (4 if model.adapter else 6) * head
     keys = 0.0  # twice the mean number that a query sees, over all layers
     for window in (c.window(i) for i in range(c.n_layers)):
         keys += T if not 0 < window < T else 2 * window - window * window / T
+    heads = getattr(model, "draft_heads", None)
+    if heads is not None:
+        frozen -= 0 if c.tie_embeddings else c.vocab_size * c.dim
+        head = 4 * len(heads.heads) * c.vocab_size * c.dim
+        return 6 * trained + 2 * frozen + head + 2 * keys * c.n_heads * c.head_dim
+    matrices = 6 * trained + 4 * frozen + (4 if model.adapter else 6) * head
     return matrices + 6 * keys * c.n_heads * c.head_dim
 
 

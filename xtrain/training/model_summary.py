@@ -6,6 +6,7 @@ from rich.table import Table
 
 from ..config import ModelConfig
 from ..formats.huggingface import shapes_of
+from ..nn.draft_heads import HeadedTransformer
 from ..nn.lora import frozen_shapes
 from ..nn.model import Transformer
 
@@ -52,5 +53,6 @@ def parameter_table(model: Transformer) -> Table:
         table.add_row(name, f"{n:,}", f"{100 * n / total:.1f} %")
     if frozen:
         n = sum(map(math.prod, trained.values()))
-        table.add_row("trained: LoRA adapters", f"{n:,}", f"{100 * n / total:.1f} %")
+        what = "draft heads" if isinstance(model, HeadedTransformer) else "LoRA adapters"
+        table.add_row(f"trained: {what}", f"{n:,}", f"{100 * n / total:.1f} %")
     return table

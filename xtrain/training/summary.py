@@ -9,6 +9,7 @@ from rich.console import Console
 
 from ..device import memory_peak_bytes
 from ..formats.saved_runs import named_best
+from ..nn.draft_heads import HeadedTransformer
 from .preemption import StopRequest
 from .run import Run
 
@@ -52,6 +53,10 @@ def _how_to_use(run: Run, folder: Path, last: Path) -> list[str]:
     option = ""
     if change:
         option = f" --change {quote(change)}"
+    if isinstance(run.model, HeadedTransformer) and run.model.draft_heads:
+        model = f"--model {quote(run.model.base)}{option}"
+        draft = f"--speculate {len(run.model.draft_heads.heads)} --draft {quote(folder)}"
+        return [f"guess tokens ahead        python -m xtrain.generate {model} {draft} {prompt}"]
     argument = ""
     if change:
         argument = f", change={change!r}"

@@ -19,6 +19,7 @@ from ..formats.gguf_tensors import file_of
 from ..formats.huggingface import as_ids, read_config
 from ..formats.saved_runs import folders, model_folder
 from ..kernels.fp8 import TILE
+from ..nn.draft_heads import HeadedTransformer
 from ..nn.lora import TARGETS, AdaptedTransformer, Lora
 from ..run_options import OptimizerOptions, ParallelOptions, RowOptions
 from ..training import loop, run_folder
@@ -32,6 +33,7 @@ UNIT = 64  # tokens: sequences are padded to a multiple; in fp8 to one of kernel
 PACKED_ROW = 2048  # tokens
 EXAMPLES = 16  # per optimizer step
 SAMPLE_TOKENS = 200
+MAX_HEADS = 16
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ class FinetuneConfig(AdapterOptions, RowOptions):
     # examples
     batch: int | None = None
     steps: int | None = None  # optimizer steps; none: those of --epochs
-    lr: float | None = None  # peak learning rate; none: 1e-5, with --lora 2e-4
+    # peak learning rate; none: 1e-5, with --lora 2e-4, with --draft-heads 1e-3
+    lr: float | None = None
     warmup: int | None = None  # steps of linear warm-up; none: a thirtieth of all steps
     # tokens per row; none: the longest example that the model accepts and the data have, rounded
     # up, with --pack 2048 if the model accepts it
@@ -145,6 +148,9 @@ class FinetuneConfig(AdapterOptions, RowOptions):
     # the user's message of the generated samples; none: the first example that is held out
     sample_prompt: str = ""
     sample_tokens: int = SAMPLE_TOKENS  # at most, per sample
+    # train so many heads on the frozen model, which guess tokens ahead for --speculate and --draft;
+    # 0: train the model
+    draft_heads: int = 0
 
     def default_name(self, gpu: bool) -> str:
         """Return the name of the run's folder if no --name is given."""
@@ -166,6 +172,15 @@ class FinetuneConfig(AdapterOptions, RowOptions):
             raise UserError(f"--mix must be numbers from 0 to 1000, got {self.mix}")
         if self.show < 0:
             raise UserError(f"--show must be a number of examples, got {self.show}")
+        if not 0 <= self.draft_heads <= MAX_HEADS:
+            raise UserError(
+                f"--draft-heads must be a whole number from 0 to {MAX_HEADS}, got "
+                f"{self.draft_heads}"
+            )
+        if self.draft_heads and self.lora:
+            raise UserError("--draft-heads and --lora cannot be combined: train one of them")
+        if self.draft_heads and self.precision == "fp8":
+            raise UserError("--precision fp8 is not supported with --draft-heads: choose bf16")
         if not 0 < self.epochs < 1e6:
             raise UserError(f"--epochs must be a positive number, got {self.epochs}")
 
@@ -188,7 +203,7 @@ def filled(config: Config, corpus: Conversations, context: int, world: int) -> C
     rows_of_16 = max(1, round(EXAMPLES * rows / len(corpus.train)))
     batch = c.batch or -(-rows_of_16 // world) * world
     steps = c.steps or max(1, math.ceil(c.epochs * rows / batch))
-    lr = c.lr or (2e-4 if c.lora else 1e-5)
+    lr = c.lr or (1e-3 if c.draft_heads else 2e-4 if c.lora else 1e-5)
     warmup = c.warmup
     if warmup is None:
         warmup = min(steps // 30, max(0, steps - 2))
@@ -218,8 +233,10 @@ class FinetuneRun(Run):
         return squares / (self.loader.windows * self.config.seq_len)
 
     def resume_options(self) -> dict[str, Any]:
-        """With --pack: the examples share rows. With --lora: what is trained."""
+        """With --pack: the examples share rows. With --lora, --draft-heads: what is trained."""
         options: dict[str, Any] = {"pack": True} if self.corpus.pack else {}
+        if heads := getattr(self.model, "draft_heads", None):
+            options["draft_heads"] = len(heads.heads)
         if lora := getattr(self.model, "lora", None):
             targets = sorted(lora.targets)
             options |= {"lora": lora.r, "lora_alpha": lora.alpha, "lora_targets": targets}
@@ -260,6 +277,8 @@ def finetune(
     """
     parallel = parallel or SingleDevice()
     config, corpus = prepare(config, parallel.ranks)
+    if config.draft_heads:
+        outside["make_model"] = with_draft_heads
     return train_from(config, console, parallel, FinetuneRun, corpus=corpus, **outside)
 
 
@@ -302,6 +321,25 @@ def adapted(start: Start, corpus: Any, world: int) -> AdaptedTransformer:
     )
     if adapters is not None and not start.saved:
         model.load_weights(adapters)
+    return model
+
+
+def with_draft_heads(start: Start, corpus: Any, world: int) -> HeadedTransformer:
+    """Return the frozen model of --init with new draft heads, which a checkpoint then fills. Raises
+    UserError."""
+    config: Any = start.config
+    folder = base_folder(start.saved.folder) if start.saved else Path(config.init)
+    if is_adapter(folder):
+        raise UserError(
+            f"{folder} holds adapters: write the whole model with `xtrain export --merge` first, "
+            "and train heads for that"
+        )
+    loaded = HeadedTransformer.from_pretrained(
+        folder, start.device, config.precision, trainable=False, change=config.change
+    )
+    model = cast(HeadedTransformer, loaded)
+    check_fit(model, config, corpus)
+    model.add_heads(config.draft_heads, str(folder.resolve()), world)
     return model
 
 

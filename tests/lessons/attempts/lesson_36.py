@@ -649,3 +649,29 @@ def best_length(p, seconds):
 def best_length(p, seconds):
     speed = [sum(p**i for i in range(k + 1)) / t for k, t in enumerate(seconds)]
     return max(speed), max(speed) / speed[0]
+
+
+# %% 36.6 RIGHT: one number at a time
+def head_targets(targets, k):
+    B, T = targets.shape
+    return np.array([[row[t + k] if t + k < T else -100 for t in range(T)] for row in targets])
+
+
+# %% 36.6 WRONG: not the first ones again
+def head_targets(targets, k):
+    return np.roll(targets, -k, axis=1)
+
+
+# %% 36.6 WRONG: one place too far
+def head_targets(targets, k):
+    out = np.full_like(targets, -100)
+    for t in range(targets.shape[1] - k - 1):
+        out[:, t] = targets[:, t + k + 1]
+    return out
+
+
+# %% 36.6 WRONG: targets was changed
+def head_targets(targets, k):
+    for t in range(targets.shape[1]):
+        targets[:, t] = targets[:, t + k] if t + k < targets.shape[1] else -100
+    return targets

@@ -41,4 +41,9 @@ MISTAKES = [
     ("36.5", "speeds[k] / speeds[0]", "speeds[k]", "divide by that of k = 0"),
     ("36.5", "speeds[k] / speeds[0]", "speeds[0] / speeds[k]", "upside down"),
     ("36.5", "return k, ", "return ", "One thing is returned"),
+    ("36.6", "out[:, :-k] = targets[:, k:]", "out[:, : 1 - k or None] = targets[:, k - 1 :]", "AFTER the next one"),
+    ("36.6", "out[:, :-k] = targets[:, k:]", "out[:, k:] = targets[:, :-k]", "shift to the left"),
+    ("36.6", "np.full_like(targets, -100)", "np.zeros_like(targets)", "0 is a token"),
+    ("36.6", "out[:, :-k] = targets[:, k:]", "out[:-k] = targets[k:]", "not the rows"),
+    ("36.6", "    return out", "    out", "Nothing is returned"),
 ]  # fmt: skip

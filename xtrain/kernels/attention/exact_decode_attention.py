@@ -64,7 +64,7 @@ from ..primitives.tiles import CHUNK, make_chunk_offset, make_left_lane, make_sc
 from ..runtime.compiler import cuda, float32, int32, int64, uint16, uint32
 from ..runtime.launch import can_overlap, check, launch, multiprocessors
 from .decode_attention_parts import count_earlier
-from .exact_decode_attention_heads import (
+from .exact_decode_attention_parts import (
     MOST_HEADS,
     STAGES,
     Batch,
