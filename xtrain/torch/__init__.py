@@ -15,13 +15,14 @@ from .losses import cross_entropy, linear_cross_entropy, softmax
 from .models import apply, revert
 from .ops import embedding, qk_norm_rope, residual_rmsnorm, rmsnorm, rope, swiglu
 from .optimizers import AdamW, Muon
-from .register import register_op
+from .register import call, register_op
 
 __all__ = [
     "AdamW",
     "Muon",
     "apply",
     "attention",
+    "call",
     "cross_entropy",
     "embedding",
     "linear_cross_entropy",
