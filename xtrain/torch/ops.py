@@ -304,6 +304,63 @@ def qk_norm_rope(
     return tuple(x.view(*outer, T, *x.shape[1:]) for x in (q, k, v))
 
 
+def _norm_rope_forward(x, weight, cos, sin, positions, T, eps):
+    """The heads of one tensor are the query heads of a packed product without keys."""
+    H, D = x.shape[-2:]
+    w = _float(weight)
+    rows = x.reshape(math.prod(x.shape[:-2]), H * D)
+    found = _qk_norm_rope.qk_norm_rope_fwd(rows, w, w, cos, sin, H, 0, T, eps, positions)
+    return found[0].reshape(x.shape), found[3]
+
+
+def _norm_rope_backward(dy, x, weight, rstd, cos, sin, positions, T):
+    H, D = x.shape[-2:]
+    N = math.prod(x.shape[:-2])
+    dx = empty(x, (N, H * D))
+    w = _float(weight)
+    sums = [_sums_like(x, w) for _ in range(2)]
+    gradients = (dx, dy.reshape(N, H, D), empty(x, (N, 0, D)))
+    rows = x.reshape(N, H * D)
+    _qk_norm_rope.qk_norm_rope_bwd(
+        *gradients, rows, w, w, rstd, cos, sin, H, 0, T, *sums, positions
+    )
+    return dx.reshape(x.shape), sums[0]
+
+
+_norm_rope_backward_op = register_op(
+    f"xtrain::norm_rope_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, {_ROPE})"
+    " -> (Tensor dx, Tensor dweight)",
+    _norm_rope_backward,
+)
+_norm_rope_op = register_op(
+    f"xtrain::norm_rope(Tensor x, Tensor weight, {_ROPE}, float eps) -> (Tensor y, Tensor rstd)",
+    _norm_rope_forward,
+    fake=lambda x, weight, cos, sin, positions, T, eps: (
+        new_like(x, x.shape),
+        new_like(x, (math.prod(x.shape[:-2]), x.shape[-2]), wide(x)),
+    ),
+    backward=_norm_rope_backward_op,
+)
+
+
+def norm_rope(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Return rope(rmsnorm(x, weight, eps), cos, sin, positions) in one pass, for x (..., T, H, D).
+
+    weight: (D,) float32 or bf16. The rest as in rope.
+    """
+    T = x.shape[-3]
+    if positions is not None:
+        positions = positions.reshape(-1)
+    return call(_norm_rope_op, x, weight, cos, sin, positions, T, eps)[0]
+
+
 def _float(w):
     """Return a norm weight in float32, or None."""
     if w is None or w.dtype == np.float64:
