@@ -203,6 +203,14 @@ def cases(width: str, N: int) -> dict[str, Callable[[], Case]]:
             nbytes=8.0 * N * (H + G) * D,
             fixed=2,
         ),
+        "norm_rope": lambda: case(
+            "norm_rope",
+            [leaf(B, T, H, D), leaf(D), *tables],
+            xt.norm_rope,
+            lambda x, w, cos, sin: plain_rope(F.rms_norm(x, (D,), w, 1e-6), cos, sin),
+            nbytes=10.0 * N * H * D,  # 2 and 3 arrays
+            fixed=2,
+        ),
         "attention": lambda: case(
             "attention",
             [leaf(B, T, H, D), leaf(B, T, G, D), leaf(B, T, G, D)],

@@ -172,6 +172,13 @@ CASES = {
         fixed=(3, 4),
         opname="qk_norm_rope",
     ),
+    "norm_rope": Case(
+        xt.norm_rope,
+        lambda x, w, cos, sin: plain_rope(plain_rmsnorm(x, w), cos, sin),
+        lambda N: [random(1, 2, N, 3, 16), random(2, 16), *tables(8, 16)],
+        fixed=(2, 3),
+        opname="norm_rope",
+    ),
     "linear_cross_entropy": Case(
         lambda x, w, targets: xt.linear_cross_entropy(x, w, targets, rows=64),
         plain_linear_loss,

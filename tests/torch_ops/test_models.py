@@ -238,10 +238,13 @@ def test_with_adapters_of_peft(place):
     assert same(run(model, **batch(place)), found[0])
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "xtrain"])
+@pytest.mark.parametrize(
+    "family, implementation", [("qwen2", "sdpa"), ("qwen3", "eager"), ("qwen3", "xtrain")]
+)
 @places
-def test_generating(implementation, place):
-    model = new("qwen2", place).eval()
+def test_generating(family, implementation, place):
+    model = new(family, place).eval()
+    model.set_attn_implementation("sdpa" if implementation == "xtrain" else implementation)
     prompt = batch(place)["input_ids"][:1, :5]
     run = lambda: model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
     expected = run()

@@ -466,7 +466,7 @@ def qk_norm_rope_fwd(
     without weights. v is a view of qkv: its heads are contiguous, its rows (H + 2G) D elements
     apart.
 
-    qkv: (N, (H + 2G) D) float32 or bf16, contiguous.
+    qkv: (N, (H + 2G) D) float32 or bf16, contiguous. With G = 0 it holds the query heads alone.
     q_w, k_w: (D,) float32, or both None: no norm.
     cos, sin: (P, D / 2) float32.
     positions: row n has position n % T, or positions_N[n] if given.
@@ -583,7 +583,7 @@ def _check(op, qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G):
     D = 2 * cos_PR.shape[1]
     check_tables(op, cos_PR, sin_PR, D)
     check(0 < D <= MAX_D, f"{op}: head width {D}, expected 2 to {MAX_D}")
-    check(H > 0 and G > 0, f"{op}: {H} query heads and {G} key heads, expected at least one")
+    check(H > 0 and G >= 0, f"{op}: {H} query heads and {G} key heads, expected at least one")
     check_array(op, "qkv", qkv_NP, (None, (H + 2 * G) * D), FLOATS)
     check((q_w_D is None) == (k_w_D is None), f"{op}: give both norm weights or none")
     if q_w_D is not None:

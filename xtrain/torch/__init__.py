@@ -13,19 +13,21 @@ from .attention import attention, register_attention
 from .decoding import linear_logprobs, sample, token_logprobs
 from .losses import cross_entropy, linear_cross_entropy, softmax
 from .models import apply, revert
-from .ops import embedding, qk_norm_rope, residual_rmsnorm, rmsnorm, rope, swiglu
+from .ops import embedding, norm_rope, qk_norm_rope, residual_rmsnorm, rmsnorm, rope, swiglu
 from .optimizers import AdamW, Muon
-from .register import register_op
+from .register import call, register_op
 
 __all__ = [
     "AdamW",
     "Muon",
     "apply",
     "attention",
+    "call",
     "cross_entropy",
     "embedding",
     "linear_cross_entropy",
     "linear_logprobs",
+    "norm_rope",
     "qk_norm_rope",
     "register_attention",
     "register_op",

@@ -4,11 +4,14 @@
                    SimArray inside `simulated()`: it runs its kernel in xtrain.simulator
     CUDA tensor    CuPy array: it runs its kernel, on torch's current stream of the tensor's GPU
 
-While a launcher runs on a GPU, it and CuPy allocate from torch's allocator. So results are torch's
-memory, its statistics count them, and inside a CUDA graph they come from the graph's pool.
+On a GPU a launcher's `empty` and `zeros` allocate from torch: results are torch's memory, its
+statistics count them, and in a CUDA graph they come from the graph's pool. What CuPy itself
+allocates, for a copy of an array with an unusual layout, is torch's memory on side streams and in
+graphs, where it must be, and that of CuPy's pool elsewhere.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,6 +41,9 @@ DTYPES = {
 TORCH_DTYPES = {array: tensor for tensor, array in DTYPES.items()}
 
 _in_simulator = False
+MAX_ARRAYS = 1 << 13
+
+_arrays: dict[tuple, Any] = {}  # address, shape, ... -> CuPy's array, which does not own the memory
 _streams: dict[tuple[int, int], Any] = {}  # (GPU, handle) -> CuPy's object for torch's stream
 
 
@@ -98,22 +104,36 @@ def run_on_cpu(launcher: Callable, tensors: Sequence[Any]) -> list[torch.Tensor]
 
 # ----------------------------------------------------------------------------- on a GPU
 def as_cupy(x: torch.Tensor) -> Array:
-    """Return CuPy's array with the memory of a CUDA tensor."""
+    """Return CuPy's array with the memory of a CUDA tensor, which must live as long as it is used.
+
+    The arrays are kept: a program uses the same addresses again and again.
+    """
+    dense = x.is_contiguous()
+    key = (x.data_ptr(), x.shape, x.dtype, x.get_device(), None if dense else x.stride())
+    array = _arrays.get(key)
+    if array is None:
+        if len(_arrays) >= MAX_ARRAYS:
+            _arrays.clear()
+        array = _arrays[key] = _new_array(x, dense)
+    return array
+
+
+def _new_array(x: torch.Tensor, dense: bool) -> Array:
     gpu = cupy()
     dtype = numpy_dtype(x.dtype)
     size = dtype.itemsize
-    if x.is_contiguous():
+    if dense:
         strides = None
         nbytes = x.numel() * size
     else:
         strides = tuple(size * n for n in x.stride())
         nbytes = size * (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride())))
-    memory = gpu.cuda.UnownedMemory(x.data_ptr(), nbytes, x, x.device.index)
+    memory = gpu.cuda.UnownedMemory(x.data_ptr(), nbytes, None, x.get_device())
     return gpu.ndarray(tuple(x.shape), dtype, gpu.cuda.MemoryPointer(memory, 0), strides)
 
 
 class TorchMemory:
-    """Memory of torch for what a launcher and CuPy allocate, and the tensors of its results."""
+    """Memory of torch for what a launcher allocates, and the tensors of its results."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -133,7 +153,9 @@ class TorchMemory:
         """Return the tensor with the memory of CuPy's contiguous array a; else that of a copy."""
         block = self.blocks.get(a.data.mem.ptr)
         if block is None or not a.flags.c_contiguous:  # an argument of the op, or a part of one
-            return self.tensor(a.copy())
+            copy = self.allocate(a.shape, a.dtype)
+            copy[...] = a
+            return self.tensor(copy)
         dtype = TORCH_DTYPES[a.dtype]
         shape = a.shape
         first = (a.data.ptr - a.data.mem.ptr) // a.itemsize
@@ -144,39 +166,54 @@ class TorchMemory:
         return new.set_(block.untyped_storage(), first, shape, strides)
 
 
-def run_on_gpu(launcher: Callable, tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """Call a launcher with arrays in place of the CUDA tensors; return its arrays as tensors."""
+def run_on_gpu(launcher: Callable, arguments: Sequence[Any], index: int) -> list[torch.Tensor]:
+    """Do run_launcher on the GPU with this index, in few microseconds: see `call`."""
     gpu = cupy()
     if gpu is None:
         raise UserError(
             "xtrain's kernels need CuPy for CUDA tensors, and it is missing or finds no GPU: "
             "run `pip install xtrain[gpu]` (gpu12 for CUDA 12), then `xtrain doctor`"
         )
-    device = next(x for x in flattened(tensors) if isinstance(x, torch.Tensor) and x.is_cuda).device
-    handle = torch.cuda.current_stream(device).cuda_stream
-    stream = _streams.get((device.index, handle))
-    if stream is None:
-        stream = gpu.cuda.ExternalStream(handle, device.index)
-        _streams[device.index, handle] = stream
-    memory = TorchMemory(device)
+    cuda = gpu.cuda
+    memory = TorchMemory(_device(index))
+    handle = torch._C._cuda_getCurrentRawStream(index)  # a third of current_stream's time
+    capturing = torch.cuda.is_current_stream_capturing()
     before = launch.memory.allocate
     launch.memory.allocate = memory.allocate
     try:
-        with gpu.cuda.Device(device.index), stream, gpu.cuda.using_allocator(memory.malloc):
-            if torch.cuda.is_current_stream_capturing():
-                with _allocations_while_capturing():
-                    results = launcher(*convert(tensors, as_array))
-            else:
-                results = launcher(*convert(tensors, as_array))
-            return [memory.tensor(a) for a in as_list(results)]
+        if (
+            not capturing
+            and cuda.runtime.getDevice() == index
+            and cuda.get_current_stream().ptr == handle
+        ):
+            return _results(memory, launcher, arguments)
+        stream = _streams.get((index, handle))
+        if stream is None:
+            stream = _streams[index, handle] = cuda.ExternalStream(handle, index)
+        allocator = cuda.using_allocator(memory.malloc)
+        with cuda.Device(index), stream, allocator, _allocations_while_capturing(capturing):
+            return _results(memory, launcher, arguments)
     finally:
         launch.memory.allocate = before
 
 
+def _results(memory, launcher, arguments):
+    results = launcher(*convert(arguments, as_array))
+    return [memory.tensor(a) for a in as_list(results)]
+
+
+@functools.cache
+def _device(index):
+    return torch.device("cuda", index)
+
+
 @contextlib.contextmanager
-def _allocations_while_capturing() -> Iterator[None]:
+def _allocations_while_capturing(capturing: bool) -> Iterator[None]:
     """While a CUDA graph is captured, allow what is no part of it: loading a kernel, and memory
     for what kernels keep. torch's capture forbids both, but in this mode."""
+    if not capturing:
+        yield
+        return
     from cuda.bindings import driver
 
     exchange = driver.cuThreadExchangeStreamCaptureMode
@@ -185,6 +222,14 @@ def _allocations_while_capturing() -> Iterator[None]:
         yield
     finally:
         exchange(before)
+
+
+def run_launcher(launcher: Callable, arguments: Sequence[Any]) -> list[torch.Tensor]:
+    """Call a launcher with arrays in place of tensors; return its arrays as tensors."""
+    for x in flattened(arguments):
+        if isinstance(x, torch.Tensor) and x.is_cuda:
+            return run_on_gpu(launcher, arguments, x.get_device())
+    return run_on_cpu(launcher, arguments)
 
 
 def as_array(x: torch.Tensor) -> Array:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.attention import flash_attention as _flash
 from ..kernels.attention.key_bounds import UNBOUNDED, KeyBounds, document_bounds
 from .ops import autocast, new_like, wide
-from .register import register_op
+from .register import call, register_op
 
 NAME = "xtrain"  # of the implementation in transformers
 
@@ -98,9 +98,9 @@ def attention(
         starts = starts_of(cu_seqlens, q)
     first = last = None
     if starts is not None:
-        first, last = _bounds_op(starts, window)
+        first, last = call(_bounds_op, starts, window)
         window = 0
-    return _forward_op(q, k, v, first, last, scale, causal, window)[0]
+    return call(_forward_op, q, k, v, first, last, scale, causal, window)[0]
 
 
 def starts_of(cu_seqlens: Tensor, q: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ..kernels.decoding import sampling as _sampling
 from ..kernels.gemm import linear_fwd
 from ..kernels.runtime.launch import empty
 from .ops import autocast, new_like, rows_of, wide
-from .register import register_op
+from .register import call, register_op
 
 
 # ----------------------------------------------------------------------------- sampling
@@ -61,7 +61,8 @@ def sample(
             return x.to(logits.device, dtype).expand(B)
         return torch.full((B,), x, dtype=dtype, device=logits.device)
 
-    return _sample_op(
+    return call(
+        _sample_op,
         logits,
         column(temperature, torch.float32),
         column(top_k, torch.int32),
@@ -93,7 +94,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top: int = 0) -> tuple[Tensor
     logits: (B, V) float32 or bf16, tokens: (B,) int32 or int64. top: at most 20.
     NaN for an id that is no token. Without gradients: see linear_logprobs.
     """
-    return _token_logprobs_op(logits, tokens, top)
+    return call(_token_logprobs_op, logits, tokens, top)
 
 
 def _linear_logprobs(x, weight, tokens, want_dx, want_dweight, rows):
@@ -144,5 +145,5 @@ def linear_logprobs(x: Tensor, weight: Tensor, tokens: Tensor, rows: int = 0) ->
     x, weight = autocast(x, weight)
     grad = torch.is_grad_enabled()
     wants = grad and x.requires_grad, grad and weight.requires_grad
-    found = _linear_logprobs_op(rows_of(x), weight, tokens.reshape(-1), *wants, rows)
+    found = call(_linear_logprobs_op, rows_of(x), weight, tokens.reshape(-1), *wants, rows)
     return found.view(tokens.shape)

@@ -11,7 +11,7 @@ from ..kernels import linear_cross_entropy as _linear_cross_entropy
 from ..kernels import softmax as _softmax
 from ..kernels.runtime.launch import dtype_name, empty
 from .ops import autocast, new_like, rows_of, wide
-from .register import register_op
+from .register import call, register_op
 
 
 # ----------------------------------------------------------------------------- linear cross-entropy
@@ -29,6 +29,13 @@ def _linear_forward(x, weight, targets, inv_count, want_dx, want_dweight, rows):
     elif dtype_name(weight.dtype) == "bfloat16":  # it is added up in float32
         dweight = _cast.cast_fwd(dweight, weight.dtype)
     return loss, dx, dweight
+
+
+def _copy(x):
+    """Return a copy in memory of torch, for a kernel that overwrites its input."""
+    y = empty(x, x.shape)
+    y[...] = x
+    return y
 
 
 def _multiply(gradient, factor):
@@ -77,7 +84,7 @@ def linear_cross_entropy(
     grad = torch.is_grad_enabled()
     wants = grad and x.requires_grad, grad and weight.requires_grad
     arguments = (rows_of(x), weight, targets.reshape(-1), inverse(count, x))
-    return _linear_op(*arguments, *wants, rows)[0]
+    return call(_linear_op, *arguments, *wants, rows)[0]
 
 
 def inverse(count: Tensor | float | None, x: Tensor) -> Tensor | None:
@@ -93,7 +100,7 @@ def inverse(count: Tensor | float | None, x: Tensor) -> Tensor | None:
 def _cross_entropy_forward(logits, targets, inv_count):
     if inv_count is None:
         inv_count = _cross_entropy.count_targets(targets)
-    gradient = logits.copy()  # the kernel overwrites the logits
+    gradient = _copy(logits)  # the kernel overwrites the logits
     loss_N, gradient = _cross_entropy.cross_entropy(gradient, targets, logits.shape[1], inv_count)
     return _cross_entropy.mean_loss(loss_N, inv_count).reshape(()), gradient
 
@@ -116,18 +123,18 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float | None 
     targets, count, backward: as in linear_cross_entropy, which needs less memory.
     """
     inv_count = inverse(count, logits)
-    return _cross_entropy_op(rows_of(logits), targets.reshape(-1), inv_count)[0]
+    return call(_cross_entropy_op, rows_of(logits), targets.reshape(-1), inv_count)[0]
 
 
 # ----------------------------------------------------------------------------- softmax
 _softmax_backward_op = register_op(
     "xtrain::softmax_backward(Tensor dp, Tensor p, int T, float scale, bool causal) -> Tensor ds",
-    lambda dp, *others: _softmax.causal_softmax_bwd(dp.copy(), *others),
+    lambda dp, *others: _softmax.causal_softmax_bwd(_copy(dp), *others),
     fake=lambda dp, p, T, scale, causal: new_like(p, p.shape),
 )
 _softmax_op = register_op(
     "xtrain::softmax(Tensor s, int T, float scale, bool causal) -> Tensor p",
-    lambda s, *others: _softmax.causal_softmax_fwd(s.copy(), *others),
+    lambda s, *others: _softmax.causal_softmax_fwd(_copy(s), *others),
     fake=lambda s, T, scale, causal: new_like(s, s.shape),
     backward=_softmax_backward_op,
 )
@@ -139,4 +146,6 @@ def softmax(s: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
     causal: row t of the T rows sees the columns up to t + S - T.
     """
     T, S = s.shape[-2:]
-    return _softmax_op(s.reshape(math.prod(s.shape[:-2]), T, S), T, scale, causal).view(s.shape)
+    return call(_softmax_op, s.reshape(math.prod(s.shape[:-2]), T, S), T, scale, causal).view(
+        s.shape
+    )

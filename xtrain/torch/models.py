@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from .attention import NAME, register_attention
 from .losses import linear_cross_entropy
-from .ops import residual_rmsnorm, rmsnorm, rope, swiglu
+from .ops import norm_rope, residual_rmsnorm, rmsnorm, rope, swiglu
 
 # model_type -> prefix of its classes in transformers
 FAMILIES = {
@@ -116,6 +116,8 @@ def _replacements(prefix: str) -> dict[str, Callable]:
         f"{prefix}MLP": _mlp_forward,
         f"{prefix}DecoderLayer": _layer_forward,
     }
+    if prefix == "Qwen3":
+        found["Qwen3Attention"] = _qk_norm_attention_forward
     if prefix == "Phi3":
         found["Phi3MLP"] = _packed_mlp_forward
         del found["Phi3DecoderLayer"]
@@ -144,6 +146,34 @@ def _layer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     r = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
     h, y = residual_rmsnorm(hidden_states, r, norm.weight, norm.variance_epsilon)
     return h + self.mlp(y)
+
+
+def _qk_norm_attention_forward(
+    self: Any, hidden_states: Tensor, position_embeddings: tuple, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """Norm and rotation of a head are one op, which apply_rotary_pos_emb cannot do."""
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    cos, sin = position_embeddings
+    turned = []
+    for product, norm in ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm)):
+        x = product(hidden_states).view(shape)
+        eps = norm.variance_epsilon
+        y = norm_rope(_as_sequences(x, cos), norm.weight, cos, sin, eps)
+        turned.append(y.view(x.shape))
+    q, k, v = (x.transpose(1, 2) for x in (*turned, self.v_proj(hidden_states).view(shape)))
+    cache = kwargs.pop("cache", None)
+    if cache is None:
+        cache = kwargs.pop("past_key_values", None)  # its name before transformers 5.24
+    if cache is not None:
+        k, v = cache.update(k, v, self.layer_idx)
+    implementation = self.config._attn_implementation
+    compute = sys.modules[type(self).__module__].eager_attention_forward
+    if implementation != "eager":
+        compute = sys.modules["transformers"].AttentionInterface()[implementation]
+    options = dict(scaling=self.scaling, sliding_window=self.sliding_window)
+    options["dropout"] = self.attention_dropout if self.training else 0.0
+    o, weights = compute(self, q, k, v, attention_mask, **options, **kwargs)
+    return self.o_proj(o.reshape(*hidden_states.shape[:-1], -1)), weights
 
 
 def _rotary_forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,13 +206,16 @@ def _dispatch_rope(modeling: Any) -> None:
 def _rotate(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first 2 R columns of every head."""
     x = x_BHTD.transpose(1, 2)
-    B, T, H, D = x.shape
-    P, R = cos.shape
-    rotated = rope(x[..., : 2 * R].reshape(B * T // P if P else 0, P, H, 2 * R), cos, sin)
-    rotated = rotated.view(B, T, H, 2 * R)
-    if 2 * R < D:
-        rotated = torch.cat((rotated, x[..., 2 * R :]), -1)
+    columns = 2 * cos.shape[1]
+    rotated = rope(_as_sequences(x[..., :columns], cos), cos, sin).view(*x.shape[:3], columns)
+    if columns < x.shape[-1]:
+        rotated = torch.cat((rotated, x[..., columns:]), -1)
     return rotated.transpose(1, 2)
+
+
+def _as_sequences(x: Tensor, cos: Tensor) -> Tensor:
+    """Return x (B, T, H, D), as one sequence if the tables have a row for each of its B T tokens."""
+    return x if len(cos) == x.shape[1] else x.flatten(0, 1)[None]
 
 
 @functools.cache

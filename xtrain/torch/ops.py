@@ -22,7 +22,7 @@ from ..kernels import rope as _rope
 from ..kernels import silu_mul as _silu_mul
 from ..kernels import swiglu as _swiglu
 from ..kernels.runtime.launch import empty, zeros
-from .register import register_op
+from .register import call, register_op
 
 
 def autocast(*tensors: Tensor) -> list[Tensor]:
@@ -93,7 +93,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
     x: (..., C), weight: (C,), float32 or bf16, in any combination.
     """
-    return _rmsnorm_op(x, weight, eps)[0]
+    return call(_rmsnorm_op, x, weight, eps)[0]
 
 
 def _residual_forward(x, r, weight, eps):
@@ -133,7 +133,7 @@ def residual_rmsnorm(
 
     x, r: (..., C), weight: (C,), float32 or bf16.
     """
-    h, y, _ = _residual_op(x, r, weight, eps)
+    h, y, _ = call(_residual_op, x, r, weight, eps)
     return h, y
 
 
@@ -172,8 +172,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     first F columns and up in the others.
     """
     if up is not None:
-        return _silu_mul_op(gate, up)
-    return _swiglu_op(gate)
+        return call(_silu_mul_op, gate, up)
+    return call(_swiglu_op, gate)
 
 
 # ----------------------------------------------------------------------------- RoPE
@@ -206,7 +206,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -
     T = x.shape[-3]
     if positions is not None:
         positions = positions.reshape(-1)
-    return _rope_op(x, cos, sin, positions, T)
+    return call(_rope_op, x, cos, sin, positions, T)
 
 
 def _qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, H, G, T, eps):
@@ -300,8 +300,65 @@ def qk_norm_rope(
     if positions is not None:
         positions = positions.reshape(-1)
     tables = (cos, sin, positions, heads, kv_heads, T, eps)
-    q, k, v, _ = _qk_norm_rope_op(rows_of(qkv), q_weight, k_weight, *tables)
+    q, k, v, _ = call(_qk_norm_rope_op, rows_of(qkv), q_weight, k_weight, *tables)
     return tuple(x.view(*outer, T, *x.shape[1:]) for x in (q, k, v))
+
+
+def _norm_rope_forward(x, weight, cos, sin, positions, T, eps):
+    """The heads of one tensor are the query heads of a packed product without keys."""
+    H, D = x.shape[-2:]
+    w = _float(weight)
+    rows = x.reshape(math.prod(x.shape[:-2]), H * D)
+    found = _qk_norm_rope.qk_norm_rope_fwd(rows, w, w, cos, sin, H, 0, T, eps, positions)
+    return found[0].reshape(x.shape), found[3]
+
+
+def _norm_rope_backward(dy, x, weight, rstd, cos, sin, positions, T):
+    H, D = x.shape[-2:]
+    N = math.prod(x.shape[:-2])
+    dx = empty(x, (N, H * D))
+    w = _float(weight)
+    sums = [_sums_like(x, w) for _ in range(2)]
+    gradients = (dx, dy.reshape(N, H, D), empty(x, (N, 0, D)))
+    rows = x.reshape(N, H * D)
+    _qk_norm_rope.qk_norm_rope_bwd(
+        *gradients, rows, w, w, rstd, cos, sin, H, 0, T, *sums, positions
+    )
+    return dx.reshape(x.shape), sums[0]
+
+
+_norm_rope_backward_op = register_op(
+    f"xtrain::norm_rope_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, {_ROPE})"
+    " -> (Tensor dx, Tensor dweight)",
+    _norm_rope_backward,
+)
+_norm_rope_op = register_op(
+    f"xtrain::norm_rope(Tensor x, Tensor weight, {_ROPE}, float eps) -> (Tensor y, Tensor rstd)",
+    _norm_rope_forward,
+    fake=lambda x, weight, cos, sin, positions, T, eps: (
+        new_like(x, x.shape),
+        new_like(x, (math.prod(x.shape[:-2]), x.shape[-2]), wide(x)),
+    ),
+    backward=_norm_rope_backward_op,
+)
+
+
+def norm_rope(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Return rope(rmsnorm(x, weight, eps), cos, sin, positions) in one pass, for x (..., T, H, D).
+
+    weight: (D,) float32 or bf16. The rest as in rope.
+    """
+    T = x.shape[-3]
+    if positions is not None:
+        positions = positions.reshape(-1)
+    return call(_norm_rope_op, x, weight, cos, sin, positions, T, eps)[0]
 
 
 def _float(w):
@@ -335,4 +392,4 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
     An id outside the table raises ValueError on the CPU; on a GPU its row is NaN.
     """
-    return _embedding_op(ids.reshape(-1), weight).view(*ids.shape, weight.shape[1])
+    return call(_embedding_op, ids.reshape(-1), weight).view(*ids.shape, weight.shape[1])

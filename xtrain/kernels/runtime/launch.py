@@ -106,7 +106,12 @@ def empty_like(x: Array) -> Array:
 
 def zeros(like: Array, shape, dtype=None) -> Array:
     """Return an array of zeros on the device of `like`, with its dtype by default."""
-    new = array_module(like).zeros(shape, like.dtype if dtype is None else dtype)
+    dtype = like.dtype if dtype is None else np.dtype(dtype)
+    if memory.allocate is not None and not isinstance(like, np.ndarray):
+        new = memory.allocate(shape, dtype)
+        new.data.memset_async(0, new.nbytes)
+        return new
+    new = array_module(like).zeros(shape, dtype)
     return new.view(SimArray) if isinstance(like, SimArray) else new
 
 
