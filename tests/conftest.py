@@ -47,6 +47,31 @@ def browser(tmp_path_factory):
     found.close()
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache of data sets that all tests of this process share, not the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a small random model with a tokenizer."""
+    from serving import make_folder  # here: the compile tests do not have its packages
+
+    return make_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def switch_often():
+    """Python switches between threads every 10 microseconds instead of 5 milliseconds."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
 @pytest.fixture
 def loss_picture(monkeypatch):
     """Let runs draw loss.png, as they do outside the tests."""

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from evaluating import evaluate, lines, logprobs, results, theirs
-from serving import CHATML, TOKENIZER, make_folder, tokenizer_folder
+from serving import CHATML, TOKENIZER, tokenizer_folder
 from tokenizers import AddedToken
 from twins import random_model, small
 
@@ -19,11 +19,6 @@ from xtrain.serving.pretrained import load
 
 CHOICES = ["return x", "(x):", "größe + x", "  #"]
 PROMPTS = ["def f", "return ", "größe", "x +"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 def loglikelihood(model, tokenizer, prompt, continuation):

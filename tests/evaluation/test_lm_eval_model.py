@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 from evaluating import logprobs, theirs
-from serving import make_folder
 
 from xtrain import UserError
 from xtrain.evaluation import lm_eval_model
@@ -24,11 +23,6 @@ GREEDY = [
     (LONG, {"until": [], "max_new_tokens": 9, "temperature": 0.0}),
     ("return", {"max_gen_toks": 12}),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 def requests(arguments):

@@ -9,17 +9,12 @@ import torch
 from evaluating import evaluate, results, theirs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import TOKENIZER, make_folder, sentencepiece_tokenizer
+from serving import TOKENIZER, sentencepiece_tokenizer
 
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.evaluation.perplexity import byte_windows, windows
 
 TEXT = "def f(x):\n    return x + größe  # 日本語\n" * 9
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 def guide(folder, text, max_length, stride):

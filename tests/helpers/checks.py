@@ -83,6 +83,20 @@ def normal(seed, *shape, mean=0.3, scale=1.0, dtype=np.float32) -> np.ndarray:
     return (rng(seed).standard_normal(shape) * scale + mean).astype(dtype)
 
 
+def int32(values) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def single(*arrays) -> list:
+    """The arrays in float32."""
+    return [a.astype(np.float32) for a in arrays]
+
+
+def double(*arrays) -> list:
+    """The arrays in float64; None stays None."""
+    return [None if a is None else a.astype(np.float64) for a in arrays]
+
+
 def assert_as_good(kernel, exact, reference, floor=2e-7, what="", factor=2.0, scale=1e-30):
     """The kernel's error against float64 is at most twice that of the reference run in the kernel's dtype.
 

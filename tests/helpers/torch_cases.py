@@ -1,5 +1,6 @@
 """The ops of xtrain.torch and the same formulas in plain PyTorch, for tests/torch_ops."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -250,6 +251,11 @@ CASES = {
         simulated=0,
     ),
 }
+
+
+def on(place: str):
+    """A context in which the ops of xtrain.torch run in the simulator, if the place is "simulator"."""
+    return xt.simulated() if place == "simulator" else contextlib.nullcontext()
 
 
 def outputs(result) -> tuple[torch.Tensor, ...]:

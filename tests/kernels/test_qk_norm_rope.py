@@ -8,9 +8,11 @@ from checks import (
     GPU,
     assert_as_good,
     assert_directional,
+    double,
     normal,
     pairwise,
     sentinels,
+    single,
     to_host,
     to_kernel,
 )
@@ -58,14 +60,6 @@ def upstream(N, H, G, D, dtype=np.float32):
     """-> dqkv, to which attention has already written dv; dq, dk"""
     dqkv = normal(6, N, (H + 2 * G) * D).astype(dtype)
     return [dqkv, *(normal(i, N, heads, D).astype(dtype) for i, heads in ((4, H), (5, G)))]
-
-
-def single(*arrays):
-    return [a.astype(np.float32) for a in arrays]
-
-
-def double(*arrays):
-    return [None if a is None else a.astype(np.float64) for a in arrays]
 
 
 @pytest.mark.parametrize("norm", [True, False])

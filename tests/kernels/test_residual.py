@@ -8,9 +8,11 @@ from checks import (
     GPU,
     assert_as_good,
     assert_directional,
+    double,
     normal,
     pairwise,
     sentinels,
+    single,
     to_host,
     to_kernel,
 )
@@ -34,14 +36,6 @@ def case(N, C, scale=1.0, dtype=np.float32):
     scales = (scale, scale, 1.0, 1.0)
     x, r, dh, dy = (normal(i, N, C, scale=s).astype(dtype) for i, s in enumerate(scales))
     return x, r, normal(4, C), dh, dy, normal(5, C)
-
-
-def single(*arrays):
-    return [a.astype(np.float32) for a in arrays]
-
-
-def double(*arrays):
-    return [a.astype(np.float64) for a in arrays]
 
 
 @pytest.mark.parametrize("used", [True, False])  # whether the residual stream uses h

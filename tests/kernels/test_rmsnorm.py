@@ -8,9 +8,11 @@ from checks import (
     GPU,
     assert_as_good,
     assert_directional,
+    double,
     normal,
     pairwise,
     sentinels,
+    single,
     to_host,
     to_kernel,
 )
@@ -37,14 +39,6 @@ def case(N, C, scale=1.0, dtype=np.float32):
     """-> x, w, dy, the old dw"""
     x, dy = normal(1, N, C, scale=scale), normal(3, N, C)
     return x.astype(dtype), normal(2, C), dy.astype(dtype), normal(4, C)
-
-
-def single(*arrays):
-    return [a.astype(np.float32) for a in arrays]
-
-
-def double(*arrays):
-    return [a.astype(np.float64) for a in arrays]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 8), (3, 37)])

@@ -8,6 +8,7 @@ from checks import (
     GPU,
     assert_as_good,
     assert_directional,
+    double,
     normal,
     pairwise,
     sentinels,
@@ -35,10 +36,6 @@ BF16 = ml_dtypes.bfloat16
 SHAPES = [(1, 1), (2, 8), (3, 37), (2, BLOCK * CHUNK + 1), (5, 72)]  # (N, F)
 SHAPES += [(7, 4096), (8192, 2048)] if GPU else []
 EXTREMES = [0.0, -0.0, 1e-30, -1e-30, 20, -20, 87, -87, 89, -89, 104, -104, 1e4, -1e4, 3e38, -3e38]
-
-
-def double(*arrays):
-    return [a.astype(np.float64) for a in arrays]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 8), (3, 37)])

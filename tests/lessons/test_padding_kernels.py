@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import normal, sentinels, to_host, to_kernel
+from checks import int32, normal, sentinels, to_host, to_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offline import CARDS, CARDS_BF16, compiled, nvvm, signatures
@@ -18,10 +18,6 @@ remove_padding, remove_padding_heads = padding.remove_padding, padding.remove_pa
 restore_padding, restore_padding_heads = padding.restore_padding, padding.restore_padding_heads
 BF16 = ml_dtypes.bfloat16
 LENGTHS = [(3, 1, 2), (1,), (0, 2, 0), (4, 4), (0,)]
-
-
-def int32(values):
-    return np.array(values, np.int32)
 
 
 def edges_of(lengths):

@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import random
-import socket
 import sys
 import tempfile
 import threading
@@ -21,6 +20,7 @@ import uvicorn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 from twins import random_model, small
+from waiting import free_port, until
 
 from xtrain import Engine
 from xtrain.data.tokenizer import Tokenizer
@@ -100,14 +100,11 @@ def run(folder: Path, requests: int, streams: int) -> str:
     p = pretrained.load(folder, "cpu")
     engine = Engine(p.model, 8, 128, batch_invariant=True)
     app = create_app(engine, p, limits=Limits(queue=1024))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="critical"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
+    until(lambda: server.started)
     asyncio.run(load(port, streams, streams))  # what the first requests allocate
     files, memory, start = len(os.listdir("/proc/self/fd")), resident(), time.perf_counter()
     times = asyncio.run(load(port, requests, streams))

@@ -1,11 +1,10 @@
 """A tiny model's folder, and the server in a thread of the test's process."""
 
-import socket
 import threading
-import time
 
 import openai
 from twins import random_model, small
+from waiting import until
 
 from xtrain import Engine
 from xtrain.data.tokenizer import Tokenizer
@@ -54,16 +53,3 @@ class Served:
     @property
     def idle(self):
         return not self.engine.scheduler.unfinished and len(self.engine.scheduler.free_slots) == 2
-
-
-def until(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.01)
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

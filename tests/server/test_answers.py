@@ -9,7 +9,7 @@ pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-from served import Served, make_folder  # noqa: E402
+from served import Served  # noqa: E402
 from serving import sentencepiece_tokenizer  # noqa: E402
 from twins import random_model, small  # noqa: E402
 
@@ -18,13 +18,6 @@ from xtrain.server.answers import Offsets, token_name  # noqa: E402
 PROMPTS = ["größe: 1 € = 日本", "def 🙂"]
 NEW = dict(max_tokens=40, temperature=1.3, seed=5, logprobs=5)
 HI = [{"role": "user", "content": "größe"}]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    served = Served(make_folder(tmp_path_factory.mktemp("model")))
-    yield served
-    served.close()
 
 
 @pytest.fixture(scope="module")

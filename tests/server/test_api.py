@@ -8,7 +8,6 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("starlette")
 
 from pydantic import ValidationError  # noqa: E402
-from served import Served, make_folder  # noqa: E402
 
 from xtrain.server import api  # noqa: E402
 from xtrain.server.prepare import _invalid  # noqa: E402
@@ -128,13 +127,6 @@ def test_tools_are_named_before_what_belongs_to_them():
 
 
 # ----------------------------------------------------------------------------- with OpenAI's client
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    served = Served(make_folder(tmp_path_factory.mktemp("model")))
-    yield served
-    served.close()
-
-
 def test_the_client_sees_the_field(served):
     """Also for limits that depend on the model."""
     chat, text = served.client.chat.completions.create, served.client.completions.create

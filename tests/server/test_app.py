@@ -19,7 +19,8 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 uvicorn = pytest.importorskip("uvicorn")
 
-from served import Served, free_port, until  # noqa: E402
+from served import Served  # noqa: E402
+from waiting import free_port, listening, until  # noqa: E402
 
 from xtrain.server import listen  # noqa: E402
 from xtrain.server.app import Limits  # noqa: E402
@@ -282,12 +283,7 @@ def test_sigterm_completes_answers_and_exits_0(folder):
     )
     try:
         url = f"http://127.0.0.1:{port}"
-
-        def listening():
-            with socket.socket() as probe:
-                return probe.connect_ex(("127.0.0.1", port)) == 0
-
-        until(listening, 60)
+        until(lambda: listening(port), 60)
         body = {
             "messages": HI,
             "max_tokens": 3,

@@ -3,11 +3,9 @@
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ pytest.importorskip("uvicorn")
 
 from load import make_folder  # noqa: E402
 from twins import random_model, small  # noqa: E402
+from waiting import free_port, listening, until  # noqa: E402
 
 from xtrain import Engine  # noqa: E402
 from xtrain.server.engine_loop import EngineLoop  # noqa: E402
@@ -36,13 +35,6 @@ def sides():
     ours.close()
     thread.join(20)
     assert not thread.is_alive() and len(engine.scheduler.free_slots) == 2
-
-
-def until(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.01)
 
 
 def requests(engine, *lengths):
@@ -104,18 +96,10 @@ def start(folder, port):
     return subprocess.Popen([*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True)
 
 
-def listening(port):
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the other process in /proc")
 def test_if_one_process_dies_the_other_ends(tmp_path):
-    folder, ports = make_folder(tmp_path), []
-    for _ in range(2):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            ports.append(free.getsockname()[1])
+    folder = make_folder(tmp_path)
+    ports = [free_port(), free_port()]
     engine_dies, http_dies = servers = [start(folder, port) for port in ports]
     try:
         until(lambda: all(map(listening, ports)), 120)

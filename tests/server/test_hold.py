@@ -19,7 +19,8 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-from served import Served, free_port, until  # noqa: E402
+from served import Served  # noqa: E402
+from waiting import free_port, until  # noqa: E402
 
 from xtrain import Engine  # noqa: E402
 from xtrain.data import chat_template  # noqa: E402

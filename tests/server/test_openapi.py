@@ -10,7 +10,7 @@ pytest.importorskip("openai")
 from checks import only_all  # noqa: E402
 from hypothesis import HealthCheck, given, seed, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from served import until  # noqa: E402
+from waiting import until  # noqa: E402
 
 TEXT = st.text(max_size=8) | st.sampled_from(["def f", "x" * 3000, "\0", "tiny", "größe"])
 ANYTHING = st.recursive(

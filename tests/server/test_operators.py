@@ -9,7 +9,8 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("starlette")
 
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
-from served import Served, until  # noqa: E402
+from served import Served  # noqa: E402
+from waiting import until  # noqa: E402
 
 from xtrain.server import metrics  # noqa: E402
 from xtrain.server.engine_loop import Figures  # noqa: E402

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from starlette.responses import JSONResponse, StreamingResponse  # noqa: E402
 from starlette.routing import Route  # noqa: E402
 from starlette.testclient import TestClient  # noqa: E402
 from twins import random_model, small  # noqa: E402
+from waiting import until  # noqa: E402
 
 from xtrain import Engine  # noqa: E402
 from xtrain.data.tokenizer import Tokenizer  # noqa: E402
@@ -108,13 +108,6 @@ class Running:
         self.server.should_exit = True
         self.thread.join(20)
         assert not self.thread.is_alive()
-
-
-def until(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.01)
 
 
 class Script:

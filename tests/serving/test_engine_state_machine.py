@@ -5,7 +5,6 @@ Only the engine's public interface is used, so the test holds for any scheduling
 
 import functools
 import itertools
-import sys
 import threading
 
 import pytest
@@ -212,13 +211,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert len(first.admitted) == MAX_BATCH, "a slot was lost"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def switch_often():
-    """Python switches between threads every 10 microseconds instead of 5 milliseconds."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
+pytestmark = pytest.mark.usefixtures("switch_often")
 
 
 EngineMachine.TestCase.settings = settings(

@@ -27,13 +27,7 @@ def model():
     return random_model(CONFIG, device="cpu")
 
 
-@pytest.fixture(autouse=True)
-def switch_often():
-    """Python switches between threads every 10 microseconds instead of 5 milliseconds."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
+pytestmark = pytest.mark.usefixtures("switch_often")
 
 
 def make(model, max_batch=3):

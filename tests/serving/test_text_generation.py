@@ -25,11 +25,6 @@ def tokenizer():
     return TOKENIZER
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def mine(tmp_path):
     """A folder that a test may change."""

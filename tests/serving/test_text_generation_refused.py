@@ -17,11 +17,6 @@ from xtrain.data.tokenizer import Tokenizer
 from xtrain.serving import pretrained
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def mine(tmp_path):
     """A folder that a test may damage."""

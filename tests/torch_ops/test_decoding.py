@@ -1,20 +1,14 @@
 """Sampling and log-probabilities of xtrain.torch."""
 
-import contextlib
-
 import pytest
 import torch
-from torch_cases import random
+from torch_cases import on, random
 
 import xtrain.torch as xt
 from xtrain.kernels.decoding.sampling import sample_ref
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 places = pytest.mark.parametrize("place", ["cpu", "simulator", GPU])
-
-
-def on(place):
-    return xt.simulated() if place == "simulator" else contextlib.nullcontext()
 
 
 def logits(place, B=3, V=24):

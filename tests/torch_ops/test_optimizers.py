@@ -1,10 +1,8 @@
 """AdamW and Muon of xtrain.torch: against torch's AdamW and the formula, saved and loaded, in the simulator."""
 
-import contextlib
-
 import pytest
 import torch
-from torch_cases import random
+from torch_cases import on, random
 
 import xtrain.torch as xt
 from xtrain.kernels.muon import EPS, RMS, orthogonalize_ref
@@ -12,10 +10,6 @@ from xtrain.kernels.muon import EPS, RMS, orthogonalize_ref
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 places = pytest.mark.parametrize("place", ["cpu", "simulator", GPU])
 SHAPES = [(6, 9), (7,), (6, 9), (9, 6)]
-
-
-def on(place):
-    return xt.simulated() if place == "simulator" else contextlib.nullcontext()
 
 
 def parameters(place, dtype=torch.float32, shapes=SHAPES):

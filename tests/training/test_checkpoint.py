@@ -27,20 +27,15 @@ from xtrain.training import checkpoint_writer as writer
 from xtrain.training.run import Run
 from xtrain.training.run_log import RunLog
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
+def stopped(cache, tmp_path_factory):
     """A run of 12 steps that was stopped after 8, with checkpoints 4 and 8; and the same run without a stop."""
     folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-        whole = run(folder / "whole", steps=12, save_every=4)
-        return run(folder / "stopped", steps=12, save_every=4, stop_at=8), whole
+    whole = run(folder / "whole", steps=12, save_every=4)
+    return run(folder / "stopped", steps=12, save_every=4, stop_at=8), whole
 
 
 def a_copy(stopped, tmp_path):

@@ -25,10 +25,7 @@ from xtrain.training import loop, preemption, run_folder
 from xtrain.training.preemption import StopRequest, parse_seconds
 from xtrain.training.run import Run
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 PRECISIONS = ["fp32", "bf16"] if GPU else ["fp32"]
@@ -111,10 +108,8 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-        return run(tmp_path_factory.mktemp("stopped"), stop_at=10)
+def stopped(cache, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("stopped"), stop_at=10)
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -24,19 +24,14 @@ from xtrain.training import loop as train_module
 from xtrain.training.checkpoint_writer import CheckpointWriter
 from xtrain.training.run import Run
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-        yield
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 KIND = dict(steps=9, save_every=3, eval_every=5)
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
+def stopped(cache, tmp_path_factory):
     """A run of 9 steps that was stopped after 6, with checkpoints 3 and 6; and the same run without a stop."""
     folder = tmp_path_factory.mktemp("runs")
     return run(folder / "stopped", **KIND, stop_at=6), run(folder / "whole", **KIND)

@@ -22,9 +22,7 @@ DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 GOLDEN = DATA / "golden_losses.json"
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def options(out, **more):

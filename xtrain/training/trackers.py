@@ -22,7 +22,22 @@ from ..files import write_whole
 PROJECT = "xtrain"
 
 
-class Wandb:
+class _Run:
+    """What the runs of Weights & Biases and of trackio share: `run` and the library's Table."""
+
+    run: Any
+    table_of: Any
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Log numbers of a step."""
+        self.run.log(values, step=step)
+
+    def table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """Log a table of a step."""
+        self.run.log({name: self.table_of(columns=columns, data=rows)}, step=step)
+
+
+class Wandb(_Run):
     """Weights & Biases. It drops steps below the last one that it has, which a resumed run
     repeats."""
 
@@ -43,20 +58,12 @@ class Wandb:
             settings=settings,
         )
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Log numbers of a step."""
-        self.run.log(values, step=step)
-
-    def table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        """Log a table of a step."""
-        self.run.log({name: self.table_of(columns=columns, data=rows)}, step=step)
-
     def close(self, failed: bool) -> None:
         """End the logged run. failed: the run ended with an error."""
         self.run.finish(exit_code=int(failed))
 
 
-class Trackio:
+class Trackio(_Run):
     """trackio. It finds a run by its name alone, so the name contains the identity."""
 
     module = "trackio"
@@ -69,14 +76,6 @@ class Trackio:
         self.run = library.init(
             project=PROJECT, name=name, resume="allow", embed=False, config=config
         )
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Log numbers of a step."""
-        self.run.log(values, step=step)
-
-    def table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        """Log a table of a step."""
-        self.run.log({name: self.table_of(columns=columns, data=rows)}, step=step)
 
     def close(self, failed: bool) -> None:
         """End the logged run."""

@@ -9,6 +9,7 @@ import torch
 from checks import (
     GPU,
     assert_as_good,
+    int32,
     normal,
     planted_bugs,
     rng,
@@ -32,10 +33,6 @@ from xtrain.simulator import KernelError, sim
 
 __all__ = ["small_fp32_tiles"]
 BF16 = ml_dtypes.bfloat16
-
-
-def int32(values):
-    return np.array(values, np.int32)
 
 
 def case(lengths, history, H, G, D, dtype=np.float32, more=3, S=16):

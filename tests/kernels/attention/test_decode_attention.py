@@ -10,6 +10,7 @@ import torch
 from checks import (
     GPU,
     assert_as_good,
+    int32,
     normal,
     planted_bugs,
     rng,
@@ -44,10 +45,6 @@ from xtrain.simulator import KernelError, sim
 
 BF16 = ml_dtypes.bfloat16
 EPS = 1e-6
-
-
-def int32(values):
-    return np.array(values, np.int32)
 
 
 def block_tables(B, capacity, S):

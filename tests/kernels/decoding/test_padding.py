@@ -2,17 +2,13 @@
 
 import numpy as np
 import pytest
-from checks import planted_bugs, sentinels, to_host, to_kernel, with_bug
+from checks import int32, planted_bugs, sentinels, to_host, to_kernel, with_bug
 
 from xtrain.kernels.decoding import padding
 from xtrain.kernels.decoding.padding import token_positions
 from xtrain.kernels.runtime.launch import launch
 
 LENGTHS = [(3, 1, 2), (1,), (0, 2, 0), (4, 4), (0,)]
-
-
-def int32(values):
-    return np.array(values, np.int32)
 
 
 def edges_of(lengths):
