@@ -31,13 +31,27 @@ ROPE_SCALINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"),
 }  # fmt: skip
+GEMMA = (
+    "sandwich_norms",
+    "gelu",
+    "scaled_embedding",
+    "query_pre_attn_scalar",
+    "local_rope_theta",
+)
 FEATURES = (
     "qk_norm",
     "qkv_bias",
     "no_rope_layers",
+    *GEMMA,
     "sliding_window",
 )  # of ModelConfig, in which families of models differ
-FAMILIES = {"Llama": "", "Qwen3": "qk_norm", "Qwen2": "qkv_bias", "SmolLM3": "no_rope_layers"}
+FAMILIES = {
+    "Llama": "",
+    "Qwen3": "qk_norm",
+    "Qwen2": "qkv_bias",
+    "SmolLM3": "no_rope_layers",
+    "Gemma3": " with ".join(("qk_norm", *GEMMA)),
+}
 # Fields of ModelConfig on which the shapes of tensors depend.
 SHAPES = (
     "vocab_size",
@@ -50,6 +64,7 @@ SHAPES = (
     "qk_norm",
     "qkv_bias",
     "tie_embeddings",
+    "sandwich_norms",
 )
 # Larger sizes are damage or a mistake: they would fill the memory before they are found to be wrong.
 MOST = {
@@ -100,6 +115,11 @@ class ModelConfig:
     # keys that a query sees, itself among them; 0: all (Mistral v0.1, Qwen2)
     sliding_window: int = 0
     full_attention_layers: tuple[int, ...] = ()  # that have no sliding window
+    sandwich_norms: bool = False  # RMSNorm after attention and after the MLP, too (Gemma 3)
+    gelu: bool = False  # GELU instead of SiLU in the MLP (Gemma)
+    scaled_embedding: bool = False  # times sqrt(dim) (Gemma)
+    query_pre_attn_scalar: float = 0.0  # scores are divided by its root; 0: by that of head_dim
+    local_rope_theta: float = 0.0  # rope_theta of layers with a window, unscaled; 0: as the others
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "n_layers", "n_heads", "max_seq_len"):
@@ -139,7 +159,12 @@ class ModelConfig:
                 and 0 < value < LARGEST
             )
             need(ok, f"{name} must be a positive number, got {value!r}")
-        for name in ("qk_norm", "qkv_bias", "tie_embeddings"):
+        for name in ("query_pre_attn_scalar", "local_rope_theta"):
+            value = getattr(self, name)
+            ok = type(value) in (int, float) and 0 <= value < LARGEST
+            need(ok, f"{name} must be a positive number, or 0, got {value!r}")
+        flags = ("qk_norm", "qkv_bias", "tie_embeddings")
+        for name in (*flags, "sandwich_norms", "gelu", "scaled_embedding"):
             need(
                 isinstance(getattr(self, name), bool),
                 f"{name} must be true or false, got {getattr(self, name)!r}",
@@ -211,6 +236,11 @@ class ModelConfig:
                 return ""
             return "Mistral"
         return family
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of the scores."""
+        return float((self.query_pre_attn_scalar or self.head_dim) ** -0.5)
 
     def window(self, layer: int) -> int:
         """Return the sliding window of a layer, 0 for none."""

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from test_gguf_file import CONFIGS, TEXT, export, saved
+from twins import GEMMA3, random_model, small
 
 import xtrain.generate
 from xtrain.data.tokenizer import Tokenizer
@@ -111,6 +112,65 @@ def test_a_command_takes_a_file(tokenizer, tmp_path, capsys):
         assert xtrain.generate.main([*line, "--device", "cpu"]) == 0
         out.append(capsys.readouterr().out)
     assert out[0] == out[1]
+
+
+def write_gemma3(path, folder):
+    """Write a folder's model as llama.cpp does: 1 + w of each norm, tokens with scores, few keys."""
+    config, stored = open_weights(folder)
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{i:02X}>" for i in range(256))]
+    types = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.UNKNOWN] + [gguf.TokenType.BYTE] * 256
+    tokens += ["a", "b", "▁", "ab", "▁ab"]
+    types += [gguf.TokenType.NORMAL] * 5
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_block_count(config.n_layers)
+    writer.add_context_length(config.max_seq_len)
+    writer.add_embedding_length(config.dim)
+    writer.add_feed_forward_length(config.hidden_dim)
+    writer.add_head_count(config.n_heads)
+    writer.add_head_count_kv(config.n_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_scores([0.0] * (len(tokens) - 2) + [-1.0, -2.0])
+    for name, i in (("bos", 2), ("eos", 1), ("unk", 3), ("pad", 0)):
+        getattr(writer, f"add_{name}_token_id")(i)
+    writer.add_add_space_prefix(False)
+    writer.add_add_bos_token(True)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, config.n_layers)
+    for name, tensor in stored.items():
+        writer.add_tensor(names.get_name(name, (".weight",)), tensor.read())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gemma3(tmp_path):
+    fixed = dict(local_rope_theta=10000.0, query_pre_attn_scalar=12)  # in llama.cpp
+    config = small(
+        **GEMMA3 | fixed,
+        vocab_size=265,
+        n_layers=7,
+        full_attention_layers=(5,),
+        rope_theta=1e6,
+        tie_embeddings=True,
+    )
+    random_model(config).save_pretrained(tmp_path / "model")
+    write_gemma3(tmp_path / "a.gguf", tmp_path / "model")
+    view = model_folder(tmp_path / "a.gguf")
+    found, stored = open_weights(view)
+    assert found == config
+    for name, tensor in open_weights(tmp_path / "model")[1].items():
+        assert np.array_equal(stored[name].read(), tensor.read()), name
+    texts = load_texts(view)
+    ids = texts.tokenizer.encode("ab ab ü")
+    assert ids == [263, 264, 262, 4 + 0xC3, 4 + 0xBC] and texts.tokenizer.begin == [2]
+    assert texts.tokenizer.decode(ids) == "ab ab ü" and texts.stop == {1}
 
 
 def test_another_file_of_the_same_name_is_another_model(tokenizer, tmp_path):

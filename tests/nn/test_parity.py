@@ -6,7 +6,18 @@ import torch
 import twins
 from checks import to_host
 from flash_attention_cases import small_tiles
-from twins import DEVICE, LLAMA3, batch, gradients, random_model, small, torch_loss, twin, weights
+from twins import (
+    DEVICE,
+    GEMMA3,
+    LLAMA3,
+    batch,
+    gradients,
+    random_model,
+    small,
+    torch_loss,
+    twin,
+    weights,
+)
 
 from xtrain import AdamW
 from xtrain.nn import optim
@@ -23,6 +34,14 @@ MODELS = {
     "qwen2 tied": dict(QWEN2, tie_embeddings=True, n_kv_heads=4, head_dim=8),
     "mistral window": dict(LLAMA, sliding_window=9),
     "qwen2 windows in some layers": dict(QWEN2, sliding_window=9, full_attention_layers=(1,)),
+    "gemma3": dict(
+        QWEN3,
+        **GEMMA3,
+        full_attention_layers=(1,),
+        tie_embeddings=True,
+        rope_scaling=dict(rope_type="linear", factor=2.5),
+    ),
+    "gemma3 local": dict(QWEN3, **GEMMA3, n_kv_heads=1, head_dim=16),
     "linear": dict(LLAMA, rope_scaling=dict(rope_type="linear", factor=2.5)),
     "llama3": dict(LLAMA, rope_scaling=LLAMA3),
     "qwen3 llama3": dict(QWEN3, rope_scaling=LLAMA3),
@@ -169,7 +188,11 @@ def test_the_padding_of_the_vocabulary_stays_zero():
 
 
 # ----------------------------------------------------------------------------- simulator
-@pytest.mark.parametrize("options", [LLAMA, QWEN3, QWEN2], ids=["llama", "qwen3", "qwen2"])
+@pytest.mark.parametrize(
+    "options",
+    [LLAMA, QWEN3, QWEN2, dict(QWEN3, **GEMMA3, full_attention_layers=(1,))],
+    ids=["llama", "qwen3", "qwen2", "gemma3"],
+)
 @small_tiles()
 def test_every_kernel_of_the_model_in_the_simulator(options):
     """Forward, backward and an optimizer step with every kernel run thread by thread; the GEMMs are NumPy's."""

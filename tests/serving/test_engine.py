@@ -8,7 +8,7 @@ from cached import Cached
 from checks import rng, to_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from twins import DEVICE, LLAMA3, batch, random_model, small, weights
+from twins import DEVICE, GEMMA3, LLAMA3, batch, random_model, small, weights
 
 from xtrain import Engine, Transformer
 from xtrain.device import to_device
@@ -78,7 +78,7 @@ def test_the_same_for_any_heads_lengths_and_slots(data):
     config = small(
         n_kv_heads=G, n_heads=G * draw(st.integers(1, 3)), head_dim=D, n_layers=draw(st.integers(1, 2)),
         qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()), tie_embeddings=draw(st.booleans()), max_seq_len=draw(st.integers(2, 12)),
-        sliding_window=draw(st.sampled_from([0, 0, 1, 3])),
+        **draw(st.sampled_from([{}, GEMMA3])) | dict(sliding_window=draw(st.sampled_from([0, 0, 1, 3]))),
     )  # fmt: skip
     lengths = draw(st.lists(st.integers(1, config.max_seq_len), min_size=1, max_size=4))
     split = [draw(st.integers(1, n)) for n in lengths]

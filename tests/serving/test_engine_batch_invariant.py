@@ -8,7 +8,7 @@ from flash_attention_cases import small_tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from observed import Observed, check, tight
-from twins import LLAMA3, random_model, small
+from twins import GEMMA3, LLAMA3, random_model, small
 
 from xtrain import Engine, ModelConfig, Transformer
 from xtrain.device import to_device
@@ -39,7 +39,8 @@ def test_any_model_and_any_requests(data):
         n_kv_heads=G, n_heads=G * draw(st.integers(1, 3)), head_dim=2 * draw(st.integers(1, 20)),
         dim=draw(st.sampled_from([24, 32, 100])), hidden_dim=draw(st.sampled_from([40, 65, 192])),
         n_layers=draw(st.integers(1, 2)), qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()), tie_embeddings=draw(st.booleans()),
-        rope_scaling=draw(st.sampled_from(SCALINGS)), max_seq_len=80, sliding_window=draw(st.sampled_from([0, 0, 1, 20])),
+        rope_scaling=draw(st.sampled_from(SCALINGS)), max_seq_len=80,
+        **draw(st.sampled_from([{}, GEMMA3])) | dict(sliding_window=draw(st.sampled_from([0, 0, 1, 20]))),
     )  # fmt: skip
     model = random_model(config, draw(st.integers(0, 9)), "cpu")
     lengths = draw(st.lists(st.integers(1, 50), min_size=1, max_size=5))

@@ -6,7 +6,7 @@ import torch
 import transformers
 from cached import Cached
 from safetensors.torch import load_file
-from twins import DEVICE, LLAMA3, random_model, small, twin
+from twins import DEVICE, GEMMA3, LLAMA3, random_model, small, twin
 
 from xtrain import Engine, Transformer
 from xtrain.formats.huggingface import save
@@ -20,6 +20,7 @@ CONFIGS = {
     "qwen2": small(**WIDE, qk_norm=False, qkv_bias=True),
     "mistral": small(**WIDE, qk_norm=False, sliding_window=6),
     "qwen3, windows in some layers": small(**WIDE, sliding_window=6, full_attention_layers=(0,)),
+    "gemma3": small(**WIDE, **GEMMA3, full_attention_layers=(1,), tie_embeddings=True),
     "llama3 scaling": small(**WIDE, qk_norm=False, rope_scaling=LLAMA3, rope_theta=500000.0),
     "linear scaling": small(**WIDE, rope_scaling={"rope_type": "linear", "factor": 2.0}),
 }

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from checks import rng
 from faults import Fault, SmallDisk, error
 from rich.console import Console
 from runs import assert_same_run, checkpoints, metrics, options, run
+from twins import GEMMA3
 
 import xtrain
 from xtrain import files
@@ -157,6 +159,34 @@ def test_moments_of_another_model_leave_this_one_alone(tmp_path):
     tensor_file.write_safetensors(folder / "optimizer.safetensors", tensors)
     checkpoint.load(saved, models[1], optimizers[1])
     assert np.array_equal(models[1].arena.weights, models[0].arena.weights)
+
+
+def test_norms_whose_file_holds_a_rounded_difference_return_bit_for_bit(tmp_path):
+    """Gemma's file has w - 1, which float32 rounds if w is below 1/2."""
+    config = xtrain.ModelConfig(
+        vocab_size=11, dim=8, n_layers=1, n_heads=2, max_seq_len=8, **GEMMA3
+    )
+    models = [xtrain.Transformer(config, seed) for seed in (0, 1)]
+    optimizers = [xtrain.AdamW(model, 1e-3) for model in models]
+    weights = models[0].arena.weights
+    for name, norm in models[0].named_parameters():
+        if name.endswith("norm.weight"):
+            norm.data = rng(1).random(norm.shape, np.float32) / 10
+    for optimizer in optimizers:
+        optimizer.ema = np.zeros_like(weights)
+    optimizers[0].ema[:] = weights * np.float32(0.9)
+    state = dict(step=3, loader={}, options={}, made_on={}, row=0)
+    folder = checkpoint.write(tmp_path, snapshot(models[0], optimizers[0], state))
+    saved = saved_runs.newest(tmp_path)
+    checkpoint.load(saved, models[1], optimizers[1])
+    assert np.array_equal(models[1].arena.weights, weights)
+    assert np.array_equal(optimizers[1].ema, optimizers[0].ema)
+    stored = tensor_file.read_header(folder / "model.safetensors")["model.norm.weight"].read()
+    assert np.array_equal(stored, models[0].model.norm.weight.data - 1)
+    assert not np.array_equal(stored + 1, models[0].model.norm.weight.data)
+    assert np.array_equal(
+        xtrain.Transformer.from_pretrained(folder).model.norm.weight.data, stored + 1
+    )
 
 
 SMALL = xtrain.ModelConfig(vocab_size=11, dim=8, n_layers=1, n_heads=2, max_seq_len=8)

@@ -40,10 +40,14 @@ def adapted(model_of, lora, seed=0):
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
-@pytest.mark.parametrize("targets", [TARGETS, SOME], ids=["all", "some"])
-def test_loss_and_gradients_are_those_of_torch(targets, recompute):
+@pytest.mark.parametrize(
+    "targets, changes",
+    [(TARGETS, dict(qkv_bias=True, qk_norm=False)), (SOME, twins.GEMMA3)],
+    ids=["all", "some, gemma3"],
+)
+def test_loss_and_gradients_are_those_of_torch(targets, changes, recompute):
     """torch differentiates the model whose matrices are w + f b a."""
-    base = twins.random_model(twins.small(**SHAPE, qkv_bias=True, qk_norm=False))
+    base = twins.random_model(twins.small(**SHAPE, **changes))
     model, f = adapted(base, Lora(4, 6.0, targets)), 1.5
     model.recompute = recompute
     ids, targets_BT = twins.batch(base.config, 2, 20)
@@ -91,8 +95,9 @@ def test_rows_do_not_depend_on_other_rows():
     assert np.array_equal(together, alone)
 
 
-def test_the_engine_serves_a_model_with_adapters(tmp_path):
-    base = twins.random_model(twins.small(**SHAPE, head_dim=16))
+@pytest.mark.parametrize("changes", [{}, twins.GEMMA3], ids=["qwen3", "gemma3"])
+def test_the_engine_serves_a_model_with_adapters(tmp_path, changes):
+    base = twins.random_model(twins.small(**SHAPE, **changes, head_dim=16))
     base.save_pretrained(tmp_path / "base")
     model = adapted(base, Lora(4, 8, SOME, str(tmp_path / "base")))
     model.save_pretrained(tmp_path / "adapter")

@@ -7,8 +7,10 @@
     MistralForCausalLM  sliding_window in all layers; without it, a Llama
     Phi3ForCausalLM     a Llama (with a window, a Mistral) that packs q, k, v, and gate and up
     GraniteForCausalLM  a Llama with four multipliers, which are multiplied into the weights
+    Gemma3ForCausalLM   qk_norm and all of config.GEMMA; windows in most layers, which have another
+                        RoPE; a norm multiplies by 1 + w, which is added to the weights on reading
 
-The last two are read as a Llama and written as one, which computes the same; Granite's head is then
+Phi3 and Granite are read as a Llama and written as one, which computes the same; Granite's head is then
 not tied. Phi3 includes Phi-4. Qwen and SmolLM3 may have a sliding_window in some layers. A window
 that is not shorter than the context is ignored.
 
@@ -17,14 +19,14 @@ inside rope_parameters (5), torch_dtype or dtype. A config that needs a feature 
 raises UserError, which names the feature.
 """
 
-import math
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..config import LARGEST, MOST, ROPE_SCALINGS, ModelConfig
+from ..config import MOST, ModelConfig
 from ..errors import UserError
 from ..json_files import listed
+from .rope_config import LOCAL_THETA, is_positive, normalize_scaling, read_rope, without_local_rope
 from .tensor_file import Stored
 
 # In the config.json of a model that transformers does not have: Transformer.variation, its
@@ -78,6 +80,9 @@ class Architecture:
     true; "": it has none.
     packed: {name of a tensor in the file: those whose rows it holds}.
     multipliers: keys of config.json.
+    allowed: as ALLOWED, of keys that only this class reads.
+    norm_offset: what is added to the weights of norms when they are read, and subtracted when they
+    are written. Weight decay does not apply to norms, so training is the same.
     """
 
     model_type: str
@@ -88,6 +93,8 @@ class Architecture:
     window: str = ""
     packed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     multipliers: tuple[str, ...] = ()
+    allowed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    norm_offset: float = 0.0
 
 
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "max_window_layers": 28}
@@ -143,6 +150,31 @@ ARCHITECTURES = {
         {"max_position_embeddings": 2048},
         multipliers=_MULTIPLIERS,
     ),
+    "Gemma3ForCausalLM": Architecture(
+        "gemma3_text",
+        {"qk_norm": True, "sandwich_norms": True, "gelu": True, "scaled_embedding": True},
+        {
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 256,
+            "rope_theta": 1000000.0,
+            LOCAL_THETA: 10000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+        },
+        {"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"},
+        ("hidden_act",),
+        "all",
+        allowed={
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "use_bidirectional_attention": (False, None),
+            "final_logit_softcapping": (None,),
+            "attn_logit_softcapping": (None,),
+        },
+        norm_offset=1.0,
+    ),
 }
 
 
@@ -154,8 +186,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """
     c = config
     name = f"{c.family or 'Llama'}ForCausalLM"
-    scaling = _normalize_scaling(c.rope_scaling, c.max_seq_len)
-    return {
+    scaling = normalize_scaling(c.rope_scaling, c.max_seq_len)
+    content = {
         "architectures": [name],
         "model_type": ARCHITECTURES[name].model_type,
         **{theirs: getattr(c, ours) for theirs, ours in FIELDS.items()},
@@ -174,6 +206,18 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         # explicit None: the defaults of transformers for a Llama are 1 and 2
         **dict.fromkeys(SPECIAL),
     }
+    if c.family != "Gemma3":
+        return content
+    del content["hidden_act"]
+    local = {"rope_theta": c.local_rope_theta, "rope_type": "default"}
+    return content | {
+        "query_pre_attn_scalar": c.query_pre_attn_scalar,
+        LOCAL_THETA: c.local_rope_theta,
+        "rope_parameters": {
+            "full_attention": content["rope_parameters"],
+            "sliding_attention": local,
+        },
+    }
 
 
 def _rope_flags(c):
@@ -185,14 +229,17 @@ def _rope_flags(c):
 
 
 def _window_flags(c):
-    """Return the keys of the window as Mistral has them, or as Qwen and SmolLM3."""
-    if not c.sliding_window:
+    """Return the keys of the window as Mistral has them, as Qwen and SmolLM3, or as Gemma 3."""
+    if not c.sliding_window and c.family != "Gemma3":
         return {}
     if c.family == "Mistral":
         return {"sliding_window": c.sliding_window}
     kinds = ["sliding_attention" if c.window(i) else "full_attention" for i in range(c.n_layers)]
-    flags = {"use_sliding_window": True, "sliding_window": c.sliding_window}
-    return flags | {"layer_types": kinds, "max_window_layers": 0}
+    flags = {"sliding_window": c.sliding_window, "layer_types": kinds}
+    if c.family == "Gemma3":
+        # transformers wants a window even if no layer has one
+        return flags | {"sliding_window": c.sliding_window or c.max_seq_len}
+    return {"use_sliding_window": True} | flags | {"max_window_layers": 0}
 
 
 def config_from_hf(config: dict[str, Any]) -> ModelConfig:
@@ -205,7 +252,7 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
     architecture = architecture_of(config)
     unsupported = [
         f"{key} {config[key]!r}"
-        for key, allowed in ALLOWED.items()
+        for key, allowed in (ALLOWED | architecture.allowed).items()
         if key not in architecture.ignored and config.get(key, allowed[0]) not in allowed
     ]
     if unsupported:
@@ -223,7 +270,13 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
         if ours in MOST and isinstance(value, int) and value > MOST[ours]:
             raise UserError(f"{theirs} must be at most {MOST[ours]}, got {value}")
     fields = {ours: values[theirs] for theirs, ours in FIELDS.items() if theirs in values}
-    fields["rope_theta"], fields["rope_scaling"] = _rope(values, fields["max_seq_len"])
+    if LOCAL_THETA in architecture.defaults:
+        fields["query_pre_attn_scalar"] = values["query_pre_attn_scalar"]
+        values, fields["local_rope_theta"] = without_local_rope(values)
+        for name in ("query_pre_attn_scalar", "local_rope_theta"):
+            if not is_positive(fields[name]):
+                raise UserError(f"{name} must be a positive number, got {fields[name]!r}")
+    fields["rope_theta"], fields["rope_scaling"] = read_rope(values, fields["max_seq_len"])
     for name in ("tie_embeddings", "norm_eps"):
         if fields.get(name) is None:
             fields.pop(name, None)
@@ -244,7 +297,7 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
     made = replace(made, sliding_window=window, full_attention_layers=full_layers)
     for key in architecture.multipliers:
         value = config.get(key, 1.0)
-        if not _is_positive(value):
+        if not is_positive(value):
             raise UserError(f"{key} must be a positive number, got {value!r}")
     return made
 
@@ -311,7 +364,8 @@ def _window(
             f"it needs the layer type {unknown[0]!r}, but has no sliding_window: set "
             "use_sliding_window to true"
         )
-    if window is None or window >= made.context or "sliding_attention" not in kinds:
+    without_effect = window is not None and window >= made.context and not made.local_rope_theta
+    if window is None or without_effect or "sliding_attention" not in kinds:
         return 0, ()
     if len(kinds) != len(layers):
         raise UserError(f"layer_types has {len(kinds)} entries for {len(layers)} layers")
@@ -320,7 +374,7 @@ def _window(
             f"it needs a sliding window of {window} tokens, which {architecture.model_type} has not"
         )
     full = tuple(i for i in layers if kinds[i] == "full_attention")
-    if full and not gated:
+    if full and not gated and not made.local_rope_theta:
         raise UserError(
             "it needs a sliding window in some layers only (layer_types), which "
             f"{architecture.model_type} has not"
@@ -332,6 +386,13 @@ def _layer_type(config, architecture, made, i):
     """Return the type of layer i as transformers chooses it without layer_types."""
     if architecture.model_type == "smollm3":
         windowed = i in made.no_rope_layers
+    elif made.local_rope_theta:
+        every = config["sliding_window_pattern"]
+        if type(every) is not int or every < 1:
+            raise UserError(
+                f"sliding_window_pattern must be a positive whole number, got {every!r}"
+            )
+        return "sliding_attention" if (i + 1) % every else "full_attention"
     else:  # Qwen: from max_window_layers on
         first = config.get("max_window_layers", 0)
         windowed = not (type(first) is int and i < first) or architecture.window == "all"
@@ -360,60 +421,6 @@ def _no_rope_layers(config, n_layers):
     return tuple(i for i, flag in enumerate(flags) if not flag)
 
 
-def _rope(config: dict[str, Any], max_seq_len: int) -> tuple[float, dict[str, Any] | None]:
-    """Return theta, and the scaling or None. The old style wins, as in transformers."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise UserError(f"it needs RoPE {rope!r}, xtrain supports one set of parameters")
-    for key, supported in (("partial_rotary_factor", (1, None)), ("mrope_section", (None,))):
-        if rope.get(key) not in supported:
-            raise UserError(f"it needs {key} {rope[key]!r}, which xtrain does not support")
-    original = config.get("original_max_position_embeddings")
-    if original is not None:
-        rope = {**rope, "original_max_position_embeddings": original}
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    return (10000.0 if theta is None else theta), _normalize_scaling(rope, max_seq_len)
-
-
-def _normalize_scaling(scaling: dict[str, Any] | None, max_seq_len: int) -> dict[str, Any] | None:
-    """Return {"rope_type": ..., the parameters of that type}, or None without scaling."""
-    scaling = scaling or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in list(ROPE_SCALINGS):
-        supported = ", ".join(ROPE_SCALINGS)
-        raise UserError(f"it needs the RoPE type {kind!r}: xtrain supports {supported}")
-    if kind == "default":
-        return None
-    parameters = {"original_max_position_embeddings": max_seq_len, **scaling}
-    if kind == "yarn":
-        parameters = _yarn(parameters, max_seq_len)
-    return {"rope_type": kind, **{key: parameters.get(key) for key in ROPE_SCALINGS[kind]}}
-
-
-def _yarn(scaling: dict[str, Any], max_seq_len: int) -> dict[str, Any]:
-    """Fill in the missing keys of a YaRN scaling as transformers does."""
-    if scaling.get("truncate", True) is not True:
-        raise UserError("it needs YaRN with truncate false, which xtrain does not support")
-    parameters = {key: value for key, value in scaling.items() if value is not None}
-    parameters = {"beta_fast": 32, "beta_slow": 1} | parameters
-    numbers = ("original_max_position_embeddings", "factor", "mscale", "mscale_all_dim")
-    if not all(_is_positive(parameters[key]) for key in numbers if key in parameters):
-        return parameters  # ModelConfig names what is wrong
-    if "factor" not in parameters:
-        parameters["factor"] = max_seq_len / parameters["original_max_position_embeddings"]
-    size = lambda m: 1 + 0.1 * m * math.log(max(parameters["factor"], 1))
-    both = "mscale" in parameters and "mscale_all_dim" in parameters
-    if both:
-        factor = size(parameters["mscale"]) / size(parameters["mscale_all_dim"])
-    else:
-        factor = size(1)
-    return {"attention_factor": factor} | parameters
-
-
-def _is_positive(value):
-    return type(value) in (int, float) and 0 < value < LARGEST
-
-
 # ----------------------------------------------------------------------------- tensors
 def translate(content: dict[str, Any], stored: dict[str, Stored]) -> dict[str, Stored]:
     """Return a folder's tensors under the names of tensor_shapes, without reading them.
@@ -431,6 +438,11 @@ def translate(content: dict[str, Any], stored: dict[str, Stored]) -> dict[str, S
     tied = {**architecture.defaults, **content}.get("tie_word_embeddings")
     if tied and TABLE not in stored and HEAD in stored:
         stored = {TABLE if name == HEAD else name: tensor for name, tensor in stored.items()}
+    if architecture.norm_offset:
+        stored = {
+            name: replace(x, offset=x.offset + architecture.norm_offset) if is_norm(name) else x
+            for name, x in stored.items()
+        }
     if not (architecture.packed or architecture.multipliers):
         return stored
     config = config_from_hf(content)
@@ -458,6 +470,16 @@ def translate(content: dict[str, Any], stored: dict[str, Stored]) -> dict[str, S
             scale = next((x for end, x in scales.items() if name.endswith(end)), 1.0)
             translated[name] = replace(tensor, scale=scale)
     return translated
+
+
+def is_norm(name: str) -> bool:
+    """Return True for the name of the weights of an RMSNorm."""
+    return name.endswith("norm.weight")
+
+
+def norm_offset(config: ModelConfig) -> float:
+    """Return what is subtracted from the weights of norms when a plain model is written."""
+    return ARCHITECTURES[config_to_hf(config)["architectures"][0]].norm_offset
 
 
 def _scales(content: dict[str, Any], config: ModelConfig) -> dict[str, float]:
@@ -491,6 +513,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "input_layernorm": (C,),
         "post_attention_layernorm": (C,),
     }
+    if c.sandwich_norms:
+        layer |= {"pre_feedforward_layernorm": (C,), "post_feedforward_layernorm": (C,)}
     if c.qk_norm:
         layer |= {"self_attn.q_norm": (D,), "self_attn.k_norm": (D,)}
     layer = {f"{name}.weight": shape for name, shape in layer.items()}

@@ -151,6 +151,8 @@ def _architecture(config: ModelConfig) -> str:
     """Return llama.cpp's name of the architecture. Raises UserError if none computes the same."""
     c = config
     scaling = config.rope_scaling or {}
+    if c.family == "Gemma3":
+        raise UserError(f"xtrain writes no Gemma 3 to GGUF: {ELSEWHERE}")
     if not c.family or c.sliding_window:
         raise UserError(f"llama.cpp has no model with {c.features}")
     name = ARCHITECTURES[c.family]

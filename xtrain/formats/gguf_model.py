@@ -7,6 +7,7 @@ stands for, in any precision of xtrain.
 
     llama     Llama, Mistral; rows of a head of q and k in Meta's order, pairs (gguf_file.py)
     qwen2, qwen3, smollm3
+    gemma3    Gemma 3 (text), whose norms have 1 + w in the file
 
 Types of tensors: those that the package `gguf` dequantizes. Names of keys: gguf.constants. How
 SentencePiece's scores become merges: its class bpe::Model.
@@ -27,8 +28,10 @@ from ..data.tokenizer_files import MORE_TEMPLATES, TEMPLATE
 from ..device import cache_folder
 from ..errors import UserError
 from ..json_files import listed, reading
+from .architectures import ARCHITECTURES, Architecture
 from .gguf_names import BEGINS_LLAMA3, NO_ROPE_EVERY, PRE_TOKENIZERS, ROTATES_PAIRS
 from .gguf_tensors import INDEX, library
+from .rope_config import LOCAL_THETA
 from .tensor_file import DTYPES
 
 CLASSES = {
@@ -36,7 +39,9 @@ CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
+LAYERS_27B = 62  # by which llama.cpp knows Gemma 3 27B, whose scores have another scale
 ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3_TURNS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all models of Meta
 REQUIRED = {  # key of the file, after the name of the architecture: key of config.json
@@ -138,7 +143,12 @@ def _contents(path: Path) -> dict[str, str]:
     config = _config(file)
     special = _special_ids(file)
     contents = {
-        INDEX: {"file": str(path), "tensors": _index(file, config)},
+        INDEX: {
+            "file": str(path),
+            "tensors": _index(file, config),
+            # the file has what a norm multiplies by, a folder may have something else
+            "norm_offset": -ARCHITECTURES[config["architectures"][0]].norm_offset,
+        },
         "config.json": config | special,
         "generation_config.json": special,
         "tokenizer.json": _tokenizer(file),
@@ -177,7 +187,25 @@ def _config(file: _File) -> dict[str, Any]:
     if file.architecture == "smollm3":
         layers = range(1, config["num_hidden_layers"] + 1)
         config["no_rope_layers"] = [int(i % NO_ROPE_EVERY != 0) for i in layers]
+    if file.architecture == "gemma3":
+        return config | _gemma3(file, config)
     return config | _window(file)
+
+
+def _gemma3(file: _File, config: dict[str, Any]) -> dict[str, Any]:
+    """Return what Gemma 3 has of its own. What the file does not say is fixed in llama.cpp."""
+    scalar = config["head_dim"]
+    if config["num_hidden_layers"] == LAYERS_27B:
+        scalar = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        LOCAL_THETA: file.own("rope.freq_base_swa", 10000.0),
+        "sliding_window": file.own("attention.sliding_window"),
+        "sliding_window_pattern": file.own("attention.sliding_window_pattern", 6),
+        "final_logit_softcapping": file.own("final_logit_softcapping"),
+    }
 
 
 def _window(file: _File) -> dict[str, Any]:
@@ -242,7 +270,8 @@ def _index(file: _File, config: dict[str, Any]) -> dict[str, list[Any]]:
     gguf = library()
     layers = config["num_hidden_layers"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[file.architecture.upper()], layers)
-    ours = {names.get_name(name, (".weight", ".bias")): name for name in _tensor_names(layers)}
+    known = _tensor_names(layers, ARCHITECTURES[config["architectures"][0]])
+    ours = {names.get_name(name, (".weight", ".bias")): name for name in known}
     index = {}
     for name, tensor in file.tensors.items():
         if name == ROPE_FACTORS:
@@ -260,8 +289,8 @@ def _index(file: _File, config: dict[str, Any]) -> dict[str, list[Any]]:
     return index
 
 
-def _tensor_names(layers: int) -> Iterator[str]:
-    """Yield all names of tensors that one of the architectures has."""
+def _tensor_names(layers: int, architecture: Architecture) -> Iterator[str]:
+    """Yield all names of tensors that the architecture may have."""
     yield from ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     for i in range(layers):
         for part in ("q", "k", "v", "o"):
@@ -271,6 +300,9 @@ def _tensor_names(layers: int) -> Iterator[str]:
             yield f"model.layers.{i}.{part}.weight"
         for part in ("mlp.down_proj", "input_layernorm", "post_attention_layernorm"):
             yield f"model.layers.{i}.{part}.weight"
+        if "sandwich_norms" in architecture.fields:
+            yield f"model.layers.{i}.pre_feedforward_layernorm.weight"
+            yield f"model.layers.{i}.post_feedforward_layernorm.weight"
 
 
 def _can_read(gguf: Any, kind: Any) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..json_files import read_json, reading
+from .architectures import is_norm
 from .tensor_file import DTYPES, Stored
 
 MAGIC = b"GGUF"
@@ -45,10 +46,13 @@ def tensors_of(folder: Path) -> dict[str, Stored]:
     """Return {name: tensor} of the GGUF file that a folder describes."""
     index = read_json(folder / INDEX)
     path = Path(index["file"])
-    return {
-        name: Quantized(path, name, DTYPES["F32"], tuple(shape), start, kind=kind, heads=heads)
-        for name, (kind, shape, start, heads) in index["tensors"].items()
-    }
+    offset_of_norms = index.get("norm_offset", 0.0)  # folders made by version 0.2.0 lack it
+    tensors = {}
+    for name, (kind, shape, start, heads) in index["tensors"].items():
+        offset = offset_of_norms if is_norm(name) else 0.0
+        options = {"offset": offset, "kind": kind, "heads": heads}
+        tensors[name] = Quantized(path, name, DTYPES["F32"], tuple(shape), start, **options)
+    return tensors
 
 
 @dataclass(frozen=True)

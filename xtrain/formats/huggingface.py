@@ -37,6 +37,8 @@ from .architectures import (
     VARIATION,
     config_from_hf,
     config_to_hf,
+    is_norm,
+    norm_offset,
     tensor_shapes,
     translate,
 )
@@ -351,11 +353,12 @@ def _check_tied(folder: Path, stored: dict[str, Stored]) -> None:
 
 # ----------------------------------------------------------------------------- writing
 @dataclass(frozen=True)
-class Rounded:
-    """A tensor to be written in another dtype. dtype: of DTYPES."""
+class Converted:
+    """A tensor to be written with other values. dtype: of DTYPES. offset: is subtracted before."""
 
     tensor: Any
     dtype: np.dtype
+    offset: float
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -364,7 +367,10 @@ class Rounded:
     def numpy(self) -> np.ndarray:
         """Return the values, rounded to the nearest. Raises UserError if one is out of range."""
         with np.errstate(over="ignore"):
-            values = self.tensor.numpy().astype(self.dtype)
+            values = self.tensor.numpy()
+            if self.offset:
+                values = values - np.float32(self.offset)
+            values = values.astype(self.dtype, copy=False)
         if not np.isfinite(values).all():
             raise UserError(f"a weight is too large for {self.dtype.name}: choose another --dtype")
         return values
@@ -434,11 +440,30 @@ def write_files(
             SHAPE: config.to_dict(),
         }
         content |= {CHANGE: model.change} if model.change else {}
-    tensors = dict(sorted(model.named_parameters(), key=lambda item: item[0]))
-    if dtype != "float32":
-        kind = {x.name: x for x in DTYPES.values()}[dtype]
-        tensors = {name: Rounded(x, kind) for name, x in tensors.items()}
-    write_weights(folder, tensors, max_shard_bytes, content)
+    write_weights(folder, written_tensors(model, dtype), max_shard_bytes, content)
+
+
+def written_tensors(model: Any, dtype: str = "float32") -> dict[str, Any]:
+    """Return {name: tensor} as a model's file has them, sorted by name.
+
+    dtype: as in `save`
+    """
+    kind = {x.name: x for x in DTYPES.values()}[dtype]
+    subtracted = offset_of_norms(model)
+    tensors = {}
+    for name, tensor in sorted(model.named_parameters(), key=lambda item: item[0]):
+        offset = subtracted if is_norm(name) else 0.0
+        if offset or dtype != "float32":
+            tensor = Converted(tensor, kind, offset)
+        tensors[name] = tensor
+    return tensors
+
+
+def offset_of_norms(model: Any) -> float:
+    """Return what is subtracted from a model's norm weights when it is written, else 0."""
+    if model.variation or model.adapter is not None:
+        return 0.0
+    return norm_offset(model.saved_config)
 
 
 def _special_tokens(tokenizer: Any, config: ModelConfig) -> dict[str, Any]:

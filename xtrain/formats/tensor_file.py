@@ -58,6 +58,7 @@ class Stored:
     start: int  # offset of its data in the file, in bytes
     scale: float = 1.0  # by which the values are multiplied on reading
     update: LowRank | None = None  # added before that
+    offset: float = 0.0  # added after it
 
     @property
     def nbytes(self) -> int:
@@ -77,13 +78,16 @@ class Stored:
         values = self._in_file().astype(np.float32, copy=False)
         if self.update is not None:
             values = values + self.update.read()
-        if self.scale == 1:
-            return values
-        return values * np.float32(self.scale)
+        if self.scale != 1:
+            values = values * np.float32(self.scale)
+        if self.offset:
+            values = values + np.float32(self.offset)
+        return values
 
     def read_finite(self, dtype: Any = np.float32) -> np.ndarray:
         """Return the values in `dtype`. Raises UserError also if one is infinite or NaN."""
-        if self.dtype == dtype and self.scale == 1 and self.update is None:
+        as_stored = self.scale == 1 and self.update is None and not self.offset
+        if self.dtype == dtype and as_stored:
             data = self._in_file()
         else:
             data = self.read()

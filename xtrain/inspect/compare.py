@@ -52,13 +52,14 @@ def compare(model: Transformer, other: Any, ids: np.ndarray) -> list[Difference]
 
     other: a transformers model. Raises UserError when a stage has different shapes. Multipliers
     that xtrain has folded into the weights (formats/architectures.py) act there after the stages
-    "embedding" and "attention", which are then left out.
+    "embedding" and "attention", and so do Gemma's scale and norm: these stages are then left out.
     """
     with no_grad():
         ours = stages(model, ids)
         theirs = stages_of_transformers(other, ids)
-    folded = bool(architecture_of(other.config.to_dict()).multipliers)
-    kept = [x for x in ours if not (folded and x.endswith(("embedding", "attention")))]
+    architecture = architecture_of(other.config.to_dict())
+    later = bool(architecture.multipliers) or "sandwich_norms" in architecture.fields
+    kept = [x for x in ours if not (later and x.endswith(("embedding", "attention")))]
     return [_difference(name, ours[name], theirs[name]) for name in kept]
 
 

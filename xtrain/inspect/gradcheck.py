@@ -178,6 +178,8 @@ CASES: dict[str, tuple[str | None, Callable]] = {
     "causal_softmax": ("s: B A S", lambda d, s: F.causal_softmax(s, d.T, 0.7, d.causal)),
     "swiglu": ("gu: N FF", lambda d, gu: F.swiglu(gu)),
     "swiglu_linear": ("gu: N FF, w: O F", lambda d, gu, w: SwiGLULinear.apply(gu, w)),
+    "geglu": ("gu: N FF", lambda d, gu: F.geglu(gu)),
+    "geglu_linear": ("gu: N FF, w: O F", lambda d, gu, w: SwiGLULinear.apply(gu, w, True)),
     "silu": ("x: N F", lambda d, x: F.silu(x)),
     "cross_entropy": ("logits: N P", lambda d, x: F.cross_entropy(x, (t := d.targets(d.N, d.V)), d.V, count_targets(t))),
     "logits": ("x: N C, w: P C", lambda d, x, w: F.logits(x, w)),

@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer 2020) on one packed array, and SiLU alone.   gu: (N, 2F)   y: (N, F)
+"""SwiGLU and GeGLU (Shazeer 2020) on one packed array, and SiLU alone.   gu: (N, 2F)   y: (N, F)
 
 gu is the output of one matrix product: columns 0..F-1 are gate, columns F..2F-1 are up.
 
@@ -8,6 +8,13 @@ gu is the output of one matrix product: columns 0..F-1 are gate, columns F..2F-1
                dgate = dy up silu'(gate)                 dup = dy silu(gate)
 
 The sigmoid is not saved: s is recomputed from the gate, and everything else follows from s.
+GeGLU (Gemma) has GELU in place of SiLU, in the form with tanh (Hendrycks & Gimpel 2016). As
+(1 + tanh(z)) / 2 = sigmoid(2z), it is the same maths with another argument of the sigmoid:
+
+    gelu(g) = g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))) = g s
+    s = sigmoid(q)      q(g) = g (a + b g^2)      a = sqrt(8 / pi)      b = 0.044715 a
+    gelu'(g) = s + gelu(g) (1 - s) q'(g)          q'(g) = a + 3 b g^2
+
 For a gate below -88 exp(-g) overflows to infinity, and 1 / (1 + infinity) is 0, the correct result.
 
 The backward of the next matrix product needs y, but y is not saved either: the backward of SwiGLU
@@ -56,6 +63,9 @@ from .runtime.launch import (
     wide,
 )
 
+GELU_A = (8 / math.pi) ** 0.5
+GELU_B = 0.044715 * GELU_A
+
 
 # ----------------------------------------------------------------------------- reference
 def sigmoid_ref(x):
@@ -87,15 +97,23 @@ def silu_bwd_ref(dy, x):
     return dx
 
 
-def swiglu_ref(gu_N2F):
-    """Return silu(g) u (N, F) for gu (N, 2F) = [g, u]."""
+def gate_ref(gate_NF, gelu):
+    """Return s, the factor of gate in silu(gate) or gelu(gate), a new array."""
+    if not gelu:
+        return sigmoid_ref(gate_NF)
+    return sigmoid_ref(gate_NF * (GELU_A + GELU_B * gate_NF * gate_NF))
+
+
+def swiglu_ref(gu_N2F, gelu=False):
+    """Return silu(g) u (N, F) for gu (N, 2F) = [g, u]; or gelu(g) u."""
     F = gu_N2F.shape[1] // 2
-    y_NF = silu_ref(gu_N2F[:, :F])
+    y_NF = gate_ref(gu_N2F[:, :F], gelu)
+    y_NF *= gu_N2F[:, :F]
     y_NF *= gu_N2F[:, F:]
     return y_NF
 
 
-def swiglu_bwd_ref(dy_NF, gu_N2F, recompute_y=False):
+def swiglu_bwd_ref(dy_NF, gu_N2F, recompute_y=False, gelu=False):
     """Return dgu (N, 2F). recompute_y: overwrite dy with y."""
     F = dy_NF.shape[1]
     gate_NF = gu_N2F[:, :F]
@@ -103,10 +121,12 @@ def swiglu_bwd_ref(dy_NF, gu_N2F, recompute_y=False):
     dgu_N2F = np.empty_like(gu_N2F)
     dgate_NF = dgu_N2F[:, :F]
     dup_NF = dgu_N2F[:, F:]
-    s_NF = sigmoid_ref(gate_NF)
+    s_NF = gate_ref(gate_NF, gelu)
     np.multiply(gate_NF, s_NF, out=dup_NF)  # silu(gate)
     np.subtract(1, s_NF, out=dgate_NF)
     dgate_NF *= dup_NF
+    if gelu:
+        dgate_NF *= GELU_A + 3 * GELU_B * gate_NF * gate_NF
     dgate_NF += s_NF  # silu'(gate)
     dgate_NF *= up_NF
     dgate_NF *= dy_NF
@@ -125,6 +145,12 @@ def sigmoid(x):
     return fast_fdividef(float32(1.0), float32(1.0) + math.exp(-x))
 
 
+@device
+def gelu_sigmoid(x):
+    """Return s of GELU."""
+    return sigmoid(x * (float32(GELU_A) + float32(GELU_B) * x * x))
+
+
 @cuda.jit
 def swiglu_fwd_naive_kernel(y_NF, gu_N2F):
     """Grid (N, ceil(F / BLOCK)), block BLOCK.
@@ -140,12 +166,13 @@ def swiglu_fwd_naive_kernel(y_NF, gu_N2F):
 
 
 @functools.cache
-def make_swiglu_fwd_kernel(F, vectorized):
+def make_swiglu_fwd_kernel(F, vectorized, gelu=False):
     """Return the forward kernel for rows of F columns.
 
-    vectorized: 16-byte accesses, see can_vectorize_rows.
+    vectorized: 16-byte accesses, see can_vectorize_rows. gelu: GeGLU.
     """
     row_and_column, gap = make_row_and_column(F)
+    factor = gelu_sigmoid if gelu else sigmoid
 
     @kernel(BLOCK)
     def swiglu_fwd_kernel(y, gu, N):
@@ -159,19 +186,20 @@ def make_swiglu_fwd_kernel(F, vectorized):
         load(gate, gu, row + f, gap, row + F, vectorized)
         load(up, gu, row + F + f, gap, row + 2 * F, vectorized)
         for j in range(CHUNK):
-            gate[j] = gate[j] * sigmoid(gate[j]) * up[j]
+            gate[j] = gate[j] * factor(gate[j]) * up[j]
         store(y, n * F + f, gap, n * F + F, gate, vectorized)
 
     return swiglu_fwd_kernel
 
 
 @functools.cache
-def make_swiglu_bwd_kernel(F, vectorized, recompute_y=False):
+def make_swiglu_bwd_kernel(F, vectorized, recompute_y=False, gelu=False):
     """Return the backward kernel for rows of F columns.
 
-    recompute_y: the kernel that also overwrites dy with y.
+    recompute_y: the kernel that also overwrites dy with y. gelu: GeGLU.
     """
     row_and_column, gap = make_row_and_column(F)
+    factor = gelu_sigmoid if gelu else sigmoid
 
     @device
     def columns(dgu, dy, gu, N):
@@ -187,11 +215,14 @@ def make_swiglu_bwd_kernel(F, vectorized, recompute_y=False):
         load(up, gu, row + F + f, gap, row + 2 * F, vectorized)
         load(d, dy, n * F + f, gap, n * F + F, vectorized)
         for j in range(CHUNK):
-            s = sigmoid(gate[j])
+            s = factor(gate[j])
             silu = gate[j] * s
             y = silu * up[j]
             dup = d[j] * silu
-            gate[j] = d[j] * up[j] * (s + silu * (float32(1.0) - s))
+            change = silu * (float32(1.0) - s)
+            if gelu:
+                change *= float32(GELU_A) + float32(3 * GELU_B) * gate[j] * gate[j]
+            gate[j] = d[j] * up[j] * (s + change)
             up[j] = dup
             d[j] = y
         store(dgu, row + f, gap, row + F, gate, vectorized)
@@ -266,38 +297,41 @@ def silu_bwd_kernel(dx_n, dy_n, x_n, aligned):
 
 
 # ----------------------------------------------------------------------------- launchers
-def swiglu_fwd(gu_N2F: Array) -> Array:
+def swiglu_fwd(gu_N2F: Array, gelu: bool = False) -> Array:
     """Return y (N, F) in the dtype of gu (N, 2F), float32 or bf16, gate before up.
 
-    Raises ValueError for an odd width.
+    gelu: GeGLU. Raises ValueError for an odd width.
     """
     check_array("swiglu", "gu", gu_N2F, (None, None), FLOATS)
     N, F2 = gu_N2F.shape
     check(F2 % 2 == 0, f"swiglu: gu has {F2} columns, expected gate and up of equal width")
     if on_host(gu_N2F):
-        return swiglu_ref(wide(gu_N2F)).astype(gu_N2F.dtype, copy=False)
+        return swiglu_ref(wide(gu_N2F), gelu).astype(gu_N2F.dtype, copy=False)
     F = F2 // 2
     y_NF = empty(gu_N2F, (N, F))
-    _launch_rows(make_swiglu_fwd_kernel, N, F, y_NF, gu_N2F)
+    make_kernel = functools.partial(make_swiglu_fwd_kernel, gelu=bool(gelu))
+    _launch_rows(make_kernel, N, F, y_NF, gu_N2F)
     return y_NF
 
 
-def swiglu_bwd(dy_NF: Array, gu_N2F: Array, recompute_y: bool = False) -> Array:
+def swiglu_bwd(dy_NF: Array, gu_N2F: Array, recompute_y: bool = False, gelu: bool = False) -> Array:
     """Return dgu (N, 2F); dy: (N, F), gu: (N, 2F), both float32 or both bf16.
 
-    recompute_y: also **overwrite dy with y**, the bits of swiglu_fwd(gu).
+    recompute_y: also **overwrite dy with y**, the bits of swiglu_fwd(gu, gelu). gelu: GeGLU.
     """
     check_array("swiglu backward", "dy", dy_NF, (None, None), FLOATS)
     N, F = dy_NF.shape
     check_array("swiglu backward", "gu", gu_N2F, (N, 2 * F), (dtype_name(dy_NF.dtype),))
     if on_host(dy_NF, gu_N2F):
         dy = wide(dy_NF)
-        dgu_N2F = swiglu_bwd_ref(dy, wide(gu_N2F), recompute_y)
+        dgu_N2F = swiglu_bwd_ref(dy, wide(gu_N2F), recompute_y, gelu)
         if recompute_y and dy is not dy_NF:
             dy_NF[...] = dy
         return dgu_N2F.astype(gu_N2F.dtype, copy=False)
     dgu_N2F = empty_like(gu_N2F)
-    make_kernel = functools.partial(make_swiglu_bwd_kernel, recompute_y=bool(recompute_y))
+    make_kernel = functools.partial(
+        make_swiglu_bwd_kernel, recompute_y=bool(recompute_y), gelu=bool(gelu)
+    )
     _launch_rows(make_kernel, N, F, dgu_N2F, dy_NF, gu_N2F)
     return dgu_N2F
 

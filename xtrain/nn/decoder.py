@@ -12,6 +12,8 @@ variance does not grow with depth (Radford et al. 2019).
 
 import functools
 
+import numpy as np
+
 from ..config import ModelConfig
 from ..device import Array
 from . import functional as F
@@ -56,11 +58,11 @@ class Attention(Module):
         """Compute everything between the two products: (N, (H + 2G) D) -> (N, H D)."""
         c = self.config
         D, H, G = c.head_dim, c.n_heads, c.n_kv_heads
-        scale = D**-0.5
-        if not self.rotary:
-            sequences = sequences.unrotated()
+        scale = c.attention_scale
         if self.window:
             sequences = sequences.windowed(self.window)
+        if not self.rotary:
+            sequences = sequences.unrotated()
         if not c.qk_norm:
             return sequences.attend(qkv, None, None, H, G, c.norm_eps, scale)
         q_norm, k_norm = self.q_norm, self.k_norm
@@ -74,16 +76,21 @@ class Attention(Module):
 
 
 class MLP(Module):
-    """down(silu(gate) * up). `gate_up` is the packed projection to gate and up."""
+    """down(silu(gate) * up). `gate_up` is the packed projection to gate and up.
+
+    gelu: with GELU in place of SiLU.
+    """
 
     def __init__(self, c: ModelConfig):
+        self.gelu = c.gelu
         rows = {"gate_proj.weight": c.hidden_dim, "up_proj.weight": c.hidden_dim}
         self.gate_up: Module = Linear(c.dim, 2 * c.hidden_dim, STD, rows)
         self.down_proj: Module = Linear(c.hidden_dim, c.dim, STD / (2 * c.n_layers) ** 0.5)
 
     def __call__(self, x_NC: Tensor) -> Tensor:
         """Return the MLP of x (N, C): (N, C)."""
-        return self.down_proj(F.swiglu(self.gate_up(x_NC)))
+        gate = F.geglu if self.gelu else F.swiglu
+        return self.down_proj(gate(self.gate_up(x_NC)))
 
 
 class Block(Module):
@@ -105,17 +112,38 @@ class Block(Module):
         return h_NC + self.mlp(self.post_attention_layernorm(h_NC))
 
 
+class SandwichBlock(Block):
+    """h = h + norm(attention(norm(h))),  h = h + norm(mlp(norm(h))): Gemma 3, and its names."""
+
+    def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
+        super().__init__(c, rotary, window)
+        self.pre_feedforward_layernorm: Module = RMSNorm(c.dim, c.norm_eps)
+        self.post_feedforward_layernorm: Module = RMSNorm(c.dim, c.norm_eps)
+
+    def __call__(self, h_NC: Tensor, sequences: Sequences) -> Tensor:
+        """Return the next h (N, C). h: the rows of `sequences`."""
+        x_NC = self.self_attn(self.input_layernorm(h_NC), sequences)
+        h_NC = h_NC + self.post_attention_layernorm(x_NC)
+        x_NC = self.mlp(self.pre_feedforward_layernorm(h_NC))
+        return h_NC + self.post_feedforward_layernorm(x_NC)
+
+
 class Decoder(Module):
     """Everything below the head. Its attributes have the names of the Hugging Face layout."""
 
     def __init__(self, c: ModelConfig):
         self.embed_tokens = Embedding(c.vocab_size, c.padded_vocab_size, c.dim, STD)
-        self.layers = [Block(c, i not in c.no_rope_layers, c.window(i)) for i in range(c.n_layers)]
+        block = SandwichBlock if c.sandwich_norms else Block
+        self.layers = [block(c, i not in c.no_rope_layers, c.window(i)) for i in range(c.n_layers)]
         self.norm: Module = RMSNorm(c.dim, c.norm_eps)
+        self.scale = c.dim**0.5 if c.scaled_embedding else 1.0
 
     def __call__(self, ids_N: Array, sequences: Sequences) -> Tensor:
         """Return (N, C) of ids (N,), the rows of `sequences`; or fewer (Sequences.wanted_rows)."""
-        h_NC = Stream(self.embed_tokens(ids_N), dtype=sequences.dtype)
+        x_NC = self.embed_tokens(ids_N)
+        if self.scale != 1:  # rounded as in transformers, to the dtype of the weights
+            x_NC = F.scale(x_NC, float(np.dtype(sequences.dtype or x_NC.dtype).type(self.scale)))
+        h_NC = Stream(x_NC, dtype=sequences.dtype)
         for i, layer in enumerate(self.layers):
             compute = functools.partial(_through, layer, sequences)
             if sequences.recompute == "block":

@@ -284,33 +284,37 @@ class Product(Deferred):
 
 
 class Gated(Deferred):
-    """swiglu(gate_up). The product that reads it computes it, and its backward does so again."""
+    """swiglu(gate_up). The product that reads it computes it, and its backward does so again.
 
-    __slots__ = ("gate_up",)
+    gelu: geglu(gate_up) instead. Only its own kernel and the product that reads it compute that.
+    """
 
-    def __init__(self, gu_N2F: Tensor):
+    __slots__ = ("gate_up", "gelu")
+
+    def __init__(self, gu_N2F: Tensor, gelu: bool = False):
         super().__init__(gu_N2F)
         self.gate_up = gu_N2F
+        self.gelu = gelu
 
     def compute(self) -> Tensor:
         branch = self.branch()
         if branch is not None and is_inference():
             normed = branch.normed
             return normed.begin(AddNormLinear, branch.w, normed.eps, True, branch.b)
-        return SwiGLU.apply(self.gate_up)
+        return SwiGLU.apply(self.gate_up, self.gelu)
 
     def branch(self) -> Product | None:
         """Return the product of gate and up if it can be computed in the same pass, else None."""
-        if isinstance(self.gate_up, Product) and self.gate_up.is_pending():
-            return self.gate_up
-        return None
+        if self.gelu or not isinstance(self.gate_up, Product) or not self.gate_up.is_pending():
+            return None
+        return self.gate_up
 
     def linear(self, w_OI: Tensor, b_O: Tensor | None) -> Tensor:
         if b_O is not None or is_inference() or not self.is_pending():
             return linear_of(self, w_OI, None, b_O)
         second = fp8_layer(w_OI)
         if second is None:
-            return SwiGLULinear.apply(self.gate_up, w_OI)
+            return SwiGLULinear.apply(self.gate_up, w_OI, self.gelu)
         branch = self.branch()
         if branch is not None and branch.b is None and (first := fp8_layer(branch.w)):
             normed = branch.normed
@@ -408,15 +412,15 @@ class SwiGLULinear(Function):
     """z = swiglu(gu) w^T. The result of swiglu is not saved: backward recomputes it."""
 
     @staticmethod
-    def forward(ctx, gu_N2F, w_OF):
-        ctx.save(gu_N2F, w_OF)
-        return _gemm.linear_fwd(_swiglu.swiglu_fwd(gu_N2F), w_OF)
+    def forward(ctx, gu_N2F, w_OF, gelu=False):
+        ctx.save(gu_N2F, w_OF, gelu)
+        return _gemm.linear_fwd(_swiglu.swiglu_fwd(gu_N2F, gelu), w_OF)
 
     @staticmethod
     def backward(ctx, dz_NO):
-        gu_N2F, w_OF = ctx.saved
+        gu_N2F, w_OF, gelu = ctx.saved
         dy_NF = _gemm.linear_bwd_x(dz_NO, w_OF)
-        dgu_N2F = _swiglu.swiglu_bwd(dy_NF, gu_N2F, recompute_y=True)
+        dgu_N2F = _swiglu.swiglu_bwd(dy_NF, gu_N2F, recompute_y=True, gelu=gelu)
         y_NF = dy_NF
         dw_OF = None
         if ctx.needs_grad[1]:

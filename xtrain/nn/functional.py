@@ -1,8 +1,8 @@
 """The ops of Tensors: what the rest of xtrain and your own code call.
 
-Each applies one Function of functions.py. Four are computed when their result is first read, often
+Each applies one Function of functions.py. Five are computed when their result is first read, often
 as a part of the op that reads it (deferred.py): linear and rmsnorm in the blocks of a model,
-swiglu, and logits.
+swiglu, geglu, and logits.
 
     Tensor   an argument that may have a gradient: float32 or bf16, on NumPy arrays also float64
     Array    one that has none: ids, targets, tables; on the device of the Tensors
@@ -177,6 +177,11 @@ def swiglu(gu_N2F: Tensor) -> Tensor:
     gu (N, 2F), first the columns of gate -> (N, F). Computed when it is read.
     """
     return Gated(gu_N2F)
+
+
+def geglu(gu_N2F: Tensor) -> Tensor:
+    """Return gelu(gate) up, with the tanh form of GELU: otherwise as swiglu."""
+    return Gated(gu_N2F, gelu=True)
 
 
 def silu(x: Tensor) -> Tensor:

@@ -267,18 +267,19 @@ class QKNormRope(Function):
 
 class Attention(Function):
     """bf16 uses FlashAttention, float32 matrix products around a softmax; in batch-invariant mode,
-    and with a sliding window or documents (key_bounds.py), FlashAttention too. Both read v a packed
-    array and write dv into one.
+    and with a sliding window or documents (key_bounds.py), FlashAttention too, unless the heads are
+    too wide for its kernel. Both read v a packed array and write dv into one.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, scale, causal, bounds=UNBOUNDED):
-        flash = q.dtype.name == "bfloat16" or is_batch_invariant() or bounds is not UNBOUNDED
+        flash = q.dtype.name == "bfloat16" or is_batch_invariant()
+        flash |= bounds is not UNBOUNDED and _flash_attention.fits(q)
         if flash:
             o, lse = _flash_attention.flash_attention_fwd(q, k, v, scale, causal, bounds)
             saved = q, k, v, o, lse
         else:
-            o, saved = _attention.attention_fwd(q, k, v, scale, causal)
+            o, saved = _attention.attention_fwd(q, k, v, scale, causal, bounds)
         ctx.save(flash, scale, causal, bounds, *saved)
         return o
 
@@ -308,13 +309,14 @@ class CausalSoftmax(Function):
 
 class SwiGLU(Function):
     @staticmethod
-    def forward(ctx, gu_N2F):
-        ctx.save(gu_N2F)
-        return _swiglu.swiglu_fwd(gu_N2F)
+    def forward(ctx, gu_N2F, gelu=False):
+        ctx.save(gu_N2F, gelu)
+        return _swiglu.swiglu_fwd(gu_N2F, gelu)
 
     @staticmethod
     def backward(ctx, dy_NF):
-        return _swiglu.swiglu_bwd(dy_NF, *ctx.saved)
+        gu_N2F, gelu = ctx.saved
+        return _swiglu.swiglu_bwd(dy_NF, gu_N2F, gelu=gelu)
 
 
 class SiLU(Function):

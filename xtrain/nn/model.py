@@ -23,7 +23,7 @@ from ..kernels.primitives.tiles import WIDTHS
 from ..option_words import own_word
 from ..options import described, find_function, name_of
 from . import functional as F
-from .decoder import MLP, STD, Attention, Block, Decoder
+from .decoder import MLP, STD, Attention, Block, Decoder, SandwichBlock
 from .fp8 import HEAD, Fp8Scales, check_tokens
 from .generation import generate
 from .loss_functions import linear_kept_tokens
@@ -34,7 +34,7 @@ from .tensor import Tensor
 from .variation import changed_modules, changed_tensors, listed, overrides, with_layers
 
 Precision = Literal["auto", "fp32", "bf16", "fp8", "float32", "bfloat16"]
-STANDARD = (Decoder, Block, Attention, MLP, Embedding, Linear, RMSNorm)
+STANDARD = (Decoder, Block, SandwichBlock, Attention, MLP, Embedding, Linear, RMSNorm)
 
 
 def bf16_obstacle(device: str, head_dim: int) -> str:
@@ -306,7 +306,8 @@ class Transformer(Module):
 
     def sequences(self, B: int, T: int) -> Sequences:
         """Return the description of rows that are B sequences of T tokens."""
-        return Sequences(B, T, *self.rotary(T), self.branch_dtype, self.recompute)
+        local = self.rotary.local and self.rotary.local(T)
+        return Sequences(B, T, *self.rotary(T), self.branch_dtype, self.recompute, local=local)
 
     def packed_sequences(self, starts: Array, shape: tuple[int, int]) -> PackedSequences:
         """Return the description of rows of `shape` (B, T) that hold several documents each.

@@ -31,6 +31,9 @@ class RotaryTables:
     def __init__(self, config: ModelConfig, device: str):
         self.config, self.device = config, device
         self.tables: dict[int, tuple[Array, Array]] = {}
+        self.local: RotaryTables | None = None  # of the layers with a window
+        if config.local_rope_theta:
+            self.local = RotaryTables(local_rope(config), device)
 
     def __call__(self, T: int) -> tuple[Array, Array]:
         c = self.config
@@ -47,6 +50,17 @@ class RotaryTables:
             cos, sin = (to_device(t, self.device) for t in tables)
             found = self.tables[P] = cos, sin
         return found  # not self.tables[P]: another thread may have removed it
+
+
+def local_rope(config: ModelConfig) -> ModelConfig:
+    """Return a config with the RoPE of the layers with a window: another base, no scaling."""
+    return replace(
+        config,
+        rope_theta=config.local_rope_theta,
+        rope_scaling=None,
+        local_rope_theta=0.0,
+        max_seq_len=config.context,
+    )
 
 
 _unrotated: dict = {}  # (type, GPU, shape) -> tables; kept, because CUDA graphs use their address
@@ -69,6 +83,7 @@ class Sequences:
     dtype: of everything but the residual stream; None: the same.
     recompute: what backward recomputes, see Transformer.
     window: keys that a query sees, itself among them; 0: all.
+    local: cos and sin of layers with a window; None: the same.
     """
 
     B: int
@@ -78,6 +93,7 @@ class Sequences:
     dtype: Any
     recompute: str
     window: int = field(default=0, kw_only=True)
+    local: tuple[Array, Array] | None = field(default=None, kw_only=True)
 
     @property
     def positions_N(self) -> Array | None:
@@ -118,7 +134,8 @@ class Sequences:
 
     def windowed(self, window: int) -> "Sequences":
         """Return the same sequences for a layer with a sliding window."""
-        return replace(self, window=window)
+        cos_PR, sin_PR = self.local or (self.cos_PR, self.sin_PR)
+        return replace(self, window=window, cos_PR=cos_PR, sin_PR=sin_PR)
 
     def rope(self, x_NHD: Tensor) -> Tensor:
         """Rotate each row to its position."""

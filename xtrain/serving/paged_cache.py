@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..config import ModelConfig
 from ..device import Array, cupy, free_cached, to_device, to_numpy
 from ..errors import UserError
 from ..kernels.attention.context_attention import context_attention
@@ -44,7 +45,7 @@ from ..kernels.runtime.launch import empty, zeros
 from ..machine import free_memory
 from ..nn.autograd import inference
 from ..nn.model import Transformer
-from ..nn.sequences import RotaryTables, Sequences
+from ..nn.sequences import RotaryTables, Sequences, local_rope
 from ..nn.tensor import Tensor
 from ..nn.variation import overrides
 from .prefill_rows import DeviceRows
@@ -113,6 +114,12 @@ class PagedCache:
             codes = [kv_codes_bytes(1, 1, h.G, S, h.D) for h in self.heads]
             self.block_bytes = sum(codes) + max(in_full)
         self.tables = self._position_tables()
+        self.local_tables = None  # of the layers with a window
+        if model.rotary.config.local_rope_theta:
+            positions = len(self.tables[0])
+            self.local_tables = self._tables_for(
+                positions, positions, local_rope(model.rotary.config)
+            )
         # whether one kernel decodes with the bits of training
         token = [empty(self.tables[0], (1, h.D), self.dtype) for h in self.heads]
         self.decodes_exactly = all(fits_exactly(x, x.shape[1]) for x in token)
@@ -235,8 +242,10 @@ class PagedCache:
         cos, sin = (_join(*pair) for pair in zip(tables, beyond))
         return cos, sin
 
-    def _tables_for(self, positions: int, seq_len: int) -> tuple[Array, Array]:
-        c = self.model.rotary.config
+    def _tables_for(
+        self, positions: int, seq_len: int, config: ModelConfig | None = None
+    ) -> tuple[Array, Array]:
+        c = config or self.model.rotary.config
         tables = rope_tables(
             c.head_dim, positions, c.rope_theta, c.rope_scaling, seq_len, c.max_seq_len
         )
@@ -326,6 +335,7 @@ class PagedCache:
             sin_PR=sin_PR,
             dtype=self.model.branch_dtype,
             recompute="none",
+            local=self.local_tables,
             cache=self,
             calls=itertools.count(),
             **fields,

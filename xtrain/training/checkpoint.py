@@ -5,7 +5,8 @@
                                  the model in the Hugging Face layout, ready to be served
         optimizer.safetensors    both moments of each tensor, float32: m.NAME, v.NAME (AdamW; with
                                  Muon m is the momentum, v zero); in fp8 training also fp8.scale
-                                 (nn/fp8.py)
+                                 (nn/fp8.py); w.NAME, ema.NAME of norms whose file holds w - 1
+                                 (Gemma), a difference that float32 may round
         ema/                     with --ema: the model again, with the average of its weights
         state.json               step, position in the data, options: formats/saved_runs.py
         manifest.json            a checksum of every file and tensor: formats/manifest.py
@@ -37,6 +38,7 @@ from ..errors import UserError
 from ..files import cannot_write, publish, sync, sync_folder
 from ..formats import huggingface
 from ..formats.adapters import PREFIX
+from ..formats.architectures import is_norm
 from ..formats.manifest import (
     Unreadable,
     tensor_checksum,
@@ -110,15 +112,21 @@ def snapshot(
         ema = {}
     else:
         ema = dict(model.views(copies("ema", moments.ema)))
+    tensors = dict(model.views(w))
+    exact = {}
+    if huggingface.offset_of_norms(model):
+        for letter, group in (("w", tensors), ("ema", ema)):
+            exact |= {f"{letter}.{name}": x for name, x in group.items() if is_norm(name)}
     return Snapshot(
         saved_config=model.saved_config,
-        tensors=dict(model.views(w)),
+        tensors=tensors,
         moments={
             f"{letter}.{name}": view
             for letter, array in (("m", m), ("v", v))
             for name, view in model.views(array)
         }
-        | scales,
+        | scales
+        | exact,
         state={**state, "optimizer_step": moments.t},
         tokenizer=tokenizer,
         wait=copies.event(),
@@ -168,19 +176,22 @@ def _write_files(folder, snapshot):
     if snapshot.adapter:
         prefix = PREFIX
     checksums_of = lambda tensors: {name: tensor_checksum(x) for name, x in tensors.items()}
-    prefixed = lambda tensors: {prefix + name: x for name, x in tensors.items()}
+
+    def model_checksums(snapshot):
+        tensors = huggingface.written_tensors(snapshot)
+        return {prefix + name: tensor_checksum(x.numpy()) for name, x in tensors.items()}
+
     if snapshot.ema:
         averaged = folder / EMA
         averaged.mkdir()
-        huggingface.write_files(
-            replace(snapshot, tensors=snapshot.ema), averaged, snapshot.tokenizer
-        )
-        write_manifest(averaged, checksums_of(prefixed(snapshot.ema)))
+        average = replace(snapshot, tensors=snapshot.ema)
+        huggingface.write_files(average, averaged, snapshot.tokenizer)
+        write_manifest(averaged, model_checksums(average))
     huggingface.write_files(snapshot, folder, snapshot.tokenizer)
     write_safetensors(folder / OPTIMIZER, {n: Tensor(x) for n, x in snapshot.moments.items()})
     text = json.dumps(snapshot.state, indent=2, sort_keys=True)
     (folder / STATE).write_text(text + "\n", encoding="utf-8")
-    write_manifest(folder, checksums_of(prefixed(snapshot.tensors) | snapshot.moments))
+    write_manifest(folder, model_checksums(snapshot) | checksums_of(snapshot.moments))
 
 
 def _aside(folder):
@@ -323,6 +334,9 @@ def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
     if has_average:
         average = huggingface.tensors_for(model, averaged)
     huggingface.load_into(model, saved.folder)
+    for name, parameter in model.named_parameters():
+        if f"w.{name}" in stored:
+            parameter.data = to_device(stored[f"w.{name}"].read(), model.device)
     huggingface.read_companions(model, saved.folder)
     for letter, array in moments.items():
         values = np.zeros(array.shape, np.float32)
@@ -336,7 +350,7 @@ def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
         values = to_numpy(model.arena.weights).copy()
         for name, view in model.views(values):
             if has_average:
-                view[...] = average[name].read()
+                view[...] = stored.get(f"ema.{name}", average[name]).read()
         if is_gpu(optimizer.ema):
             optimizer.ema[...] = to_device(values, model.device)
         else:

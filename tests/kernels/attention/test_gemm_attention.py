@@ -5,7 +5,11 @@ import pytest
 import torch
 from checks import GPU, assert_as_good, assert_directional, normal, to_host, to_kernel
 
+from xtrain.kernels.attention.flash_attention import flash_attention_bwd_ref, flash_attention_ref
 from xtrain.kernels.attention.gemm_attention import attention_bwd, attention_fwd
+from xtrain.kernels.attention.key_bounds import UNBOUNDED, KeyBounds, document_bounds
+from xtrain.nn import functional as F
+from xtrain.nn.tensor import Tensor
 
 # B, T, S, H, G, D: one token, odd lengths, more keys than queries, grouped queries of every kind
 SHAPES = [
@@ -33,8 +37,8 @@ def naive(q, k, v, scale, causal):
     return np.einsum("bhts,bshd->bthd", p, v)
 
 
-def gradients(q, k, v, do, scale, causal):
-    o, saved = attention_fwd(q, k, v, scale, causal)
+def gradients(q, k, v, do, scale, causal, bounds=UNBOUNDED):
+    o, saved = attention_fwd(q, k, v, scale, causal, bounds)
     return o, *attention_bwd(do, saved, scale, causal)
 
 
@@ -67,6 +71,35 @@ def test_kernels(shape, causal):
         ("o", "dq", "dk", "dv"), got, exact, gradients(*arrays, scale, causal)
     ):
         assert_as_good(g, e, r, floor=5e-7, what=name)
+
+
+@pytest.mark.parametrize("window", [1, 4, "documents"])
+def test_hidden_keys(window):
+    """A window with more keys than queries, and documents: those of the reference of FlashAttention."""
+    documents = window == "documents"
+    B, T, S = (2, 7, 7) if documents else (2, 5, 9)
+    bounds_of = lambda place: KeyBounds(window)
+    if documents:
+        starts = np.array([[0, 0, 2, 2, 2, 5, 5], [0, 0, 0, 0, 0, 0, 6]], np.int32)
+        bounds_of = lambda place: document_bounds(place(starts))[0]
+    arrays = case(B, T, S, 4, 2, 6)
+    q, k, v, do = (a.astype(np.float64) for a in arrays)
+    o, lse = flash_attention_ref(q, k, v, 0.4, True, bounds_of(np.array))
+    exact = o, *flash_attention_bwd_ref(do, q, k, v, o, lse, 0.4, True, bounds_of(np.array))
+    plain = gradients(*arrays, 0.4, True, bounds_of(np.array))
+    got = gradients(*map(to_kernel, arrays), 0.4, True, bounds_of(to_kernel))
+    for name, g, e, r in zip(("o", "dq", "dk", "dv"), got, exact, plain):
+        assert_as_good(g, e, r, floor=5e-7, what=name)
+
+
+def test_wide_heads_with_a_window_use_it():
+    """Heads of 130: the kernels of FlashAttention stop at 128."""
+    q, k, v, _ = (Tensor(to_kernel(a)) for a in case(1, 4, 4, 2, 1, 130))
+    found = F.attention(q, k, v, 0.1, True, KeyBounds(2)).data
+    q, k, v = (x.numpy() for x in (q, k, v))
+    np.testing.assert_allclose(
+        to_host(found), flash_attention_ref(q, k, v, 0.1, True, KeyBounds(2))[0], atol=1e-6
+    )
 
 
 def test_the_same_bits_twice():

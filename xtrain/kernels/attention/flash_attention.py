@@ -443,6 +443,11 @@ def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal, bounds):
         check(max(T, S) <= most, f"{op}: more than {most} positions: {shapes}")
 
 
+def fits(q_BTHD: Array) -> bool:
+    """True if the kernels, or on the CPU the reference, support float32 heads of this width."""
+    return on_host(q_BTHD) or q_BTHD.shape[3] <= fp32.MAX_D
+
+
 def in_place(x_BTHD: Array) -> bool:
     """True if the tensor-core kernels can read and write x without a copy of it.
 
