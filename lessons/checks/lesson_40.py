@@ -11,7 +11,7 @@ class Numbers(tuple):
 
     def __eq__(self, other):
         same = isinstance(other, tuple) and len(self) == len(other)
-        return same and bool(np.allclose(self, other, rtol=1e-5, atol=1e-9, equal_nan=True))
+        return same and bool(np.allclose(self, other, rtol=1e-5, atol=1e-15, equal_nan=True))
 
     __hash__ = None
 

@@ -1,5 +1,6 @@
 """Every kernel of a lesson's solution compiles to float32 for compute capability 7.5 (a free Colab T4)."""
 
+import re
 import types as python_types
 
 import pytest
@@ -61,3 +62,15 @@ def test_kernels_that_are_only_timed_compile(nvvm, monkeypatch):
     for kernel in kernels:
         for cc, ptx in ptx_for(monkeypatch, kernel, (types.float32[:, ::1],) * 3, [(7, 5)]).items():
             check_float32(kernel, cc, ptx)
+
+
+def test_listings_of_lesson_42_are_what_the_compiler_makes(nvvm, monkeypatch):
+    counted = lesson.load_checks("lesson_42").counted
+    text = test_lessons.text_of("42")
+    kernels = lesson.load(lesson.tagged(text, "imports", "listing"), "listings.py")
+    array = types.Array(types.float32, 1, "C")
+    for name in ("careless", "careful"):
+        shown = re.search(rf'^{name.upper()} = """\n(.*?)"""', text, re.M | re.S)[1]
+        kernel = getattr(kernels, f"{name}_kernel")
+        [ptx] = ptx_for(monkeypatch, kernel, (array, array), [(9, 0)]).values()
+        assert counted(shown) == counted(ptx[ptx.index("\n{") :])
