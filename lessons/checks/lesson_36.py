@@ -499,4 +499,6 @@ def head_targets(e):
             "Where the row ends there is no token to train on: -100. 0 is a token.": ahead(targets, k, 0),
             "Rows are texts of their own: shift the columns, not the rows.": ahead(targets.T, k).T,
         })  # fmt: skip
-        e.need(np.array_equal(given, targets), "targets was changed: the other heads need them, too.")
+        e.need(
+            np.array_equal(given, targets), "targets was changed: the other heads need them, too."
+        )

@@ -47,7 +47,7 @@ def tensors_of(folder: Path) -> dict[str, Stored]:
     index = read_json(folder / INDEX)
     path = Path(index["file"])
     offset_of_norms = index.get("norm_offset", 0.0)  # folders made by version 0.2.0 lack it
-    tensors = {}
+    tensors: dict[str, Stored] = {}
     for name, (kind, shape, start, heads) in index["tensors"].items():
         offset = offset_of_norms if is_norm(name) else 0.0
         options = {"offset": offset, "kind": kind, "heads": heads}

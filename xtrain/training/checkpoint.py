@@ -113,7 +113,7 @@ def snapshot(
     else:
         ema = dict(model.views(copies("ema", moments.ema)))
     tensors = dict(model.views(w))
-    exact = {}
+    exact: dict[str, Any] = {}
     if huggingface.offset_of_norms(model):
         for letter, group in (("w", tensors), ("ema", ema)):
             exact |= {f"{letter}.{name}": x for name, x in group.items() if is_norm(name)}
