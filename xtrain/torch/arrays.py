@@ -146,8 +146,13 @@ class TorchMemory:
         return as_cupy(block)
 
     def malloc(self, nbytes: int) -> Any:
-        """Return CuPy's pointer to nbytes new bytes: an allocator of CuPy."""
-        return self.allocate(nbytes, np.dtype(np.uint8)).data
+        """Return CuPy's pointer to nbytes new bytes, which it owns: an allocator of CuPy."""
+        block = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        address = block.data_ptr()
+        self.blocks[address] = block
+        cuda = cupy().cuda
+        memory = cuda.UnownedMemory(address, nbytes, block, self.device.index)
+        return cuda.MemoryPointer(memory, 0)
 
     def tensor(self, a: Array) -> torch.Tensor:
         """Return the tensor with the memory of CuPy's contiguous array a; else that of a copy."""

@@ -4,9 +4,9 @@ Only methods of this model's modules are replaced: parameters, names, hooks and 
 is replaced in a decoder layer:
 
     RMSNorm                    rmsnorm
-    x + attention, RMSNorm     residual_rmsnorm (Phi-3 has a dropout between the two)
+    x + attention, RMSNorm     residual_rmsnorm
     the MLP                    swiglu between its products
-    RoPE                       rope, with float32 tables made once per forward pass
+    RoPE, Qwen3's QK-norm      rope, norm_rope, with float32 tables made once per forward pass
     attention                  attn_implementation="xtrain"
     head and loss              linear_cross_entropy, if labels are given: no logits
 """
@@ -120,7 +120,6 @@ def _replacements(prefix: str) -> dict[str, Callable]:
         found["Qwen3Attention"] = _qk_norm_attention_forward
     if prefix == "Phi3":
         found["Phi3MLP"] = _packed_mlp_forward
-        del found["Phi3DecoderLayer"]
     return found
 
 
@@ -144,8 +143,13 @@ def _packed_mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
 def _layer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     norm = self.post_attention_layernorm
     r = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
+    r = getattr(self, "resid_attn_dropout", _unchanged)(r)  # Phi-3's
     h, y = residual_rmsnorm(hidden_states, r, norm.weight, norm.variance_epsilon)
-    return h + self.mlp(y)
+    return h + getattr(self, "resid_mlp_dropout", _unchanged)(self.mlp(y))
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 def _qk_norm_attention_forward(
