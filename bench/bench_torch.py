@@ -82,6 +82,7 @@ class Options:
     tokens: list[int] = field(default_factory=lambda: [8192, 16384, 32768])
     models: list[str] = field(default_factory=lambda: list(MODELS))
     only: list[str] = field(default_factory=list)  # ops; default: all
+    variants: list[str] = field(default_factory=list)  # of steps; default: all
     batch: int = 4  # sequences of 2048 tokens, of a step
     steps: int = 20  # timed, after half as many
 
@@ -381,6 +382,8 @@ def bench_steps(name: str, options: Options) -> None:
         variants["liger"] = functools.partial(with_liger, name=name)
     found = {}
     for label, change in variants.items():
+        if options.variants and label not in options.variants:
+            continue
         torch._dynamo.reset()
         model = change(make_model(name))
         found[label] = time_steps(
