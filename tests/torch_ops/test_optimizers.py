@@ -74,7 +74,7 @@ def test_muon(place):
             w.mul_(1 - 0.02 * 0.1).sub_(0.02 * RMS * max(w.shape) ** 0.5 * x)
     with on(place):
         found = train(xt.Muon(params, lr=0.02), params, 2)
-    size = 1e-5 if place == "cpu" else 0.02 * RMS * 0.1  # bf16 in the kernels
+    size = 1e-5 if place == "cpu" else 0.02 * RMS * 0.2  # bf16 in the kernels
     for ours, theirs in zip(found, expected):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=size)
 

@@ -169,9 +169,14 @@ def _implementation(qualified, launcher, changed, dense, gradient_of):
     return run
 
 
+ALIGNMENT = 16  # bytes: kernels that read so much at once compute the same bits from any tensor
+
+
 def _contiguous(x):
+    """Return contiguous, aligned tensors."""
     if isinstance(x, torch.Tensor):
-        return x.contiguous()
+        x = x.contiguous()
+        return x.clone() if x.data_ptr() % ALIGNMENT else x
     return [_contiguous(y) for y in x] if isinstance(x, (list, tuple)) else x
 
 
