@@ -53,15 +53,20 @@ class LinearCrossEntropy(Function):
 
     @staticmethod
     def backward(ctx, dloss):
-        dx_NC, dw_PC, w_PC = ctx.saved
-        if not is_unit(dloss):
-            for gradient in (dx_NC, dw_PC):
-                if gradient is not None:
-                    _elementwise.scale_into(gradient, dloss.reshape(1))
-        return dx_NC, head_gradient(ctx, w_PC, dw_PC)
+        return saved_gradients(ctx, dloss)
 
 
-class LinearDistillation(LinearCrossEntropy):
+def saved_gradients(ctx: Context, dloss: Array) -> tuple[Array | None, Array | None]:
+    """Return the gradients that forward has computed, dx and dw, times dloss."""
+    dx_NC, dw_PC, w_PC = ctx.saved
+    if not is_unit(dloss):
+        for gradient in (dx_NC, dw_PC):
+            if gradient is not None:
+                _elementwise.scale_into(gradient, dloss.reshape(1))
+    return dx_NC, head_gradient(ctx, w_PC, dw_PC)
+
+
+class LinearDistillation(Function):
     """As LinearCrossEntropy, with a teacher (kernels/distillation.py)."""
 
     @staticmethod
@@ -79,6 +84,10 @@ class LinearDistillation(LinearCrossEntropy):
         )
         ctx.save(dx_NC, dw_PC, w_PC)
         return _cross_entropy.mean_loss(loss_N, inv_count_1).reshape(())
+
+    @staticmethod
+    def backward(ctx, dloss):
+        return saved_gradients(ctx, dloss)
 
 
 def head_gradient(ctx: Context, w_PC: Array, dw_PC: Array | None) -> Array | None:
