@@ -210,17 +210,20 @@ class PreferRun(FinetuneRun):
         self.reference: dict[str, np.ndarray] | None = None
         self.sums: list[np.ndarray] = []
         self.kl = 0.0
+        self.tokens = 0  # of the batch, of all ranks
 
     @property
     def step_tokens(self) -> int:
-        return super().step_tokens * 2
+        return self.tokens
 
     # ------------------------------------------------------------------------- one step
     def next_batch(self) -> PairBatch:
         """Return this rank's rows of the next batch, with the numbers of the reference."""
         if self.has_reference and not self.new_adapters and self.reference is None:
             self.reference = self.reference_of_all()
-        return self.with_constants("train", self.loader.next_batch())
+        batch = self.with_constants("train", self.loader.next_batch())
+        self.tokens = batch.ids.size * self.ranks.world
+        return batch
 
     def step(self) -> StepResult:
         """Make one optimizer step; its result has the numbers of the pairs."""
