@@ -32,9 +32,10 @@ from xtrain.server.listen import Options as ServeOptions
 from xtrain.serving.conversation import Options as ChatOptions
 from xtrain.serving.text_generation import Options as GenerateOptions
 from xtrain.tuning.finetune import FinetuneConfig
+from xtrain.tuning.prefer import PreferConfig
 
 KINDS = (
-    TrainConfig, FinetuneConfig, ReinforceConfig, GenerateOptions, ChatOptions, ServeOptions, EvaluateOptions, ReportOptions,
+    TrainConfig, FinetuneConfig, PreferConfig, ReinforceConfig, GenerateOptions, ChatOptions, ServeOptions, EvaluateOptions, ReportOptions,
     CompareConfig, ProfileOptions, ExportOptions,
 )  # fmt: skip
 

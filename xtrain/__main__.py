@@ -15,6 +15,7 @@ from .version import VERSION
 COMMANDS = {  # the command's name -> its module
     "train": "xtrain.train",
     "finetune": "xtrain.finetune",
+    "prefer": "xtrain.prefer",
     "reinforce": "xtrain.reinforce",
     "ddp": "xtrain.ddp",
     "generate": "xtrain.generate",

@@ -1,7 +1,7 @@
 """Train on several ranks:   mpirun -n 4 python -m xtrain.ddp [the options of xtrain.train]
 
-This is the command `train` by another name: train, finetune and reinforce all run on the ranks that
-mpirun or srun starts.
+This is the command `train` by another name: train, finetune, prefer and reinforce all run on the
+ranks that mpirun or srun starts.
 
 Every rank holds the whole model and computes its share of every batch. Loss and gradient are sums
 over the tokens of the batch, so the gradients of the ranks add up to the gradient of the whole
@@ -31,11 +31,11 @@ from .training_command import training_command
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code. `finetune` and `reinforce` may precede their
-    options."""
+    """Run the command and return its exit code. `finetune`, `prefer` and `reinforce` may precede
+    their options."""
     if arguments is None:
         arguments = sys.argv[1:]
-    if arguments[:1] in (["finetune"], ["reinforce"]):
+    if arguments[:1] in (["finetune"], ["prefer"], ["reinforce"]):
         return importlib.import_module(f".{arguments[0]}", __package__).main(arguments[1:])
     return training_command("xtrain.ddp", TrainConfig, __doc__, train.run_command, arguments)
 

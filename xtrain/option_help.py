@@ -26,6 +26,8 @@ GROUPS = {
     "rewards": "task reward-weights reward-timeout reward-errors",
     "the algorithm": "algorithm updates clip-ratio clip-ratio-high kl reference scale-rewards mask-truncated "
     "dynamic-sampling",
+    "distillation": "teacher teacher-weight teacher-top-k teacher-kl",
+    "preferences": "loss beta label-smoothing target-margin desirable-weight undesirable-weight",
     "how long": "steps epochs batch micro-batch seq-len stop-at time-limit",
     "the optimizer": "lr warmup schedule min-lr-ratio decay-fraction decay-shape optimizer weight-decay clip beta1 "
     "beta2 eps ema max-skips spike-z seed",

@@ -128,6 +128,7 @@ class RunOptions:
     debug: bool = False  # synchronize after every kernel and name the one that failed
 
     answers: ClassVar[bool] = False  # the model learns to answer: it is used in a chat
+    row_texts: ClassVar[int] = 1  # sequences of seq_len tokens in a row of the batch
 
     def __post_init__(self) -> None:
         data: Any = () if self.data is None else self.data

@@ -83,7 +83,10 @@ def test_runs_of_a_page_have_their_own_names(page):
         words = rest.replace("\\\n", " ").split()
         for name in re.findall(r"\bruns/([\w-]+)", rest):
             assert runs.count(name) <= 1, f"{page.name}: {command}: which {name}?"
-        if command in ("train", "ddp", "finetune", "reinforce") and "--resume" not in words:
+        if (
+            command in ("train", "ddp", "finetune", "prefer", "reinforce")
+            and "--resume" not in words
+        ):
             name = command
             if "--name" in words:
                 name = words[words.index("--name") + 1]
@@ -163,6 +166,7 @@ def test_names_on_the_page_exist(page):
         "chat",
         "serve",
         "finetune",
+        "prefer",
         "reinforce",
         "evaluate",
         "report",
@@ -261,7 +265,7 @@ def test_help_names_what_can_be_chosen():
 
 
 PROGRAMS = (
-    "train", "finetune", "reinforce", "ddp", "generate", "chat", "serve", "evaluate", "report", "compare", "profile", "export", "lesson", "doctor"
+    "train", "finetune", "prefer", "reinforce", "ddp", "generate", "chat", "serve", "evaluate", "report", "compare", "profile", "export", "lesson", "doctor"
 )  # fmt: skip
 OTHERS = {  # options of other programs, of the benches, of `lesson start`
     "--allow", "--apart", "--check", "--cuda-allow", "--cuda-enable", "--cuda-processes", "--cuda-report", "--cuda-schedules", "--cuda-seed", "--emulate", "--enable", "--force", "--hopper", "--install", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--schedules", "--shm-size", "--shots", "--simulate-cuda", "--strict", "--time-only", "--tool", "--version",

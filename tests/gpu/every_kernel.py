@@ -48,6 +48,7 @@ from xtrain.kernels.decoding.penalties import (
     count_tokens,
 )
 from xtrain.kernels.decoding.token_masks import mask_logits
+from xtrain.kernels.distillation import distillation
 from xtrain.kernels.elementwise import add_into, scale_into
 from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
 from xtrain.kernels.entropy import entropy
@@ -157,6 +158,11 @@ def tables(dtype):
             logits = draw(N, padded, dtype=dtype)
             entropy(logits, V)
             mean_loss(cross_entropy(logits, targets, V, inverse, gradient)[0], inverse)
+            ids = cp.zeros((N, 1), np.int32)
+            teacher = cp.full((N, 1), -0.7, np.float32)
+            for reverse in (False, True):
+                options = V, inverse, 0.5, reverse, gradient
+                distillation(draw(N, padded, dtype=dtype), targets, ids, teacher, *options)
 
 
 def optimizer():

@@ -30,6 +30,7 @@ from xtrain.kernels import (
     cast,
     checksum,
     cross_entropy,
+    distillation,
     elementwise,
     embedding,
     entropy,
@@ -101,6 +102,8 @@ def launch_everything(dtype):
     loss, _ = cross_entropy.cross_entropy(new(2, 128), ids, 100, inverse)
     cross_entropy.mean_loss(loss, inverse)
     entropy.entropy(new(2, 128), 100)
+    teacher = sim(np.zeros((2, 1), np.int32)), f32(2, 1), 100, inverse, 0.5
+    distillation.distillation(new(2, 128), ids, *teacher)
     cast.cast_fwd(new(8), np.float32 if dtype == BF16 else BF16)
     stats = grad_norm.grad_norm(f32(8), 1.0)
     skip.skip_unless_finite(stats[1:], sim(np.zeros(1, np.int32)), stats[:1], f32(2), 3)

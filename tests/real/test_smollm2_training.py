@@ -1,5 +1,6 @@
-"""SmolLM2-135M-Instruct learns what examples/captain.py teaches: adapters from 50 conversations, and addition from rewards."""
+"""SmolLM2-135M-Instruct learns what examples/captain.py teaches: adapters from conversations or pairs, addition from rewards."""
 
+import json
 import re
 from pathlib import Path
 
@@ -10,11 +11,13 @@ from runs import SILENT, metrics
 
 from xtrain import Engine
 from xtrain.finetune import finetune
+from xtrain.prefer import prefer
 from xtrain.reinforce import reinforce
 from xtrain.reinforcement.reinforce import ReinforceConfig
 from xtrain.reinforcement.rewards import Task
 from xtrain.serving.pretrained import load
 from xtrain.tuning.finetune import FinetuneConfig
+from xtrain.tuning.prefer import PreferConfig
 
 torch = pytest.importorskip("torch")
 pytestmark = NEEDS
@@ -61,6 +64,27 @@ def with_peft(taught, question, expected):
     ids = torch.tensor([prompt(taught, question)])
     whole = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
     assert whole[0, ids.shape[1] :].tolist() == expected
+
+
+def test_preferences_teach_adapters(example, tmp_path):
+    """Pairs of a captain's answer and a plain one, which is more likely before: the order of held-out pairs changes."""
+    pairs = []
+    for talk in example["chats"]()[::5]:
+        *asked, answer = talk["messages"]
+        plain = answer["content"].removeprefix("Aye, ").replace(", captain!", ".")
+        pairs.append({"prompt": asked, "chosen": [answer], "rejected": plain})
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    options = dict(lora=8, lr=5e-4, steps=4, batch=4, seq_len=64, eval_every=4, sample_every=0)
+    config = PreferConfig(
+        init=str(SMOLLM2), data=(str(tmp_path / "pairs.jsonl"),), out=str(tmp_path), name="run",
+        device="cpu", val_share=0.2, **options,
+    )  # fmt: skip
+    run = prefer(config, SILENT)
+    steps = [line for line in metrics(run) if "loss" in line]
+    (validation,) = [line for line in metrics(run) if "val_margin" in line]
+    assert abs(steps[0]["loss"] - np.log(2)) < 1e-4
+    assert steps[0]["logprob_chosen"] < steps[0]["logprob_rejected"] - 20
+    assert validation["val_accuracy"] == 1 and validation["val_margin"] > 0.5
 
 
 def right_answers(pretrained, problems):

@@ -17,6 +17,7 @@ import twins
 import zstandard
 from runs import DEVICE, SILENT, assert_same_run, metrics
 
+from xtrain import Transformer
 from xtrain.data.chat_template import ChatTemplate
 from xtrain.data.sources import from_standard_input
 from xtrain.data.tokenizer import Tokenizer
@@ -612,3 +613,47 @@ def test_a_model_of_ones_own_learns_roles(tmp_path, capsys):
     ):
         assert main([*given, *more]) == 2
         assert words in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------- distillation
+@pytest.mark.parametrize("kind", ["forward", "reverse"])
+def test_a_student_learns_the_probabilities_of_its_teacher(tmp_path, folder, tokenizer, kind):
+    """The first loss is that of transformers; a run that stops resumes bit for bit; the KL falls."""
+    config = twins.small(vocab_size=tokenizer.vocab_size, max_seq_len=96, qk_norm=False)
+    teacher = twins.random_model(config, seed=3, device="cpu")
+    teacher.save_pretrained(tmp_path / "teacher", tokenizer)
+    records = [{"messages": TALK[:2]}, {"prompt": "def f", "completion": "(x)"}]
+    data = write(tmp_path / "d.jsonl", *records)
+    options = dict(teacher=str(tmp_path / "teacher"), teacher_weight=0.8, teacher_kl=kind, batch=2)
+    made = lambda name, **more: config_of(
+        folder, tmp_path / name, data, val_data=(data,), teacher_top_k=5, **options, **more
+    )
+    whole = finetune(made("whole"), SILENT)
+    half = finetune(made("half", stop_at=3), SILENT)
+    finetune(made("half", resume=True), SILENT)
+    assert_same_run(whole, half)
+    losses = [m["loss"] for m in metrics(whole) if "loss" in m]
+    assert losses[-1] < losses[0] - 0.05
+    total = count = 0
+    for x in examples(tmp_path, tokenizer, CHATML, *records):
+        s, t = (
+            torch.log_softmax(torch.tensor(m(x.ids[None, :-1]).numpy()[0]).double(), -1)
+            for m in (Transformer.from_pretrained(folder), teacher)
+        )
+        targets = torch.tensor(x.ids[1:]).long()
+        ids = t.topk(5).indices
+        known = [torch.cat([y.gather(1, ids), torch.log(1 - y.gather(1, ids).exp().sum(1, True))], 1) for y in (s, t)]  # fmt: skip
+        p, q = known if kind == "reverse" else known[::-1]
+        each = 0.8 * (p.exp() * (p - q)).sum(1) - 0.2 * s.gather(1, targets[:, None])[:, 0]
+        counted = torch.tensor(x.trained[1:])
+        total, count = total + each[counted].sum().item(), count + int(counted.sum())
+    assert losses[0] == pytest.approx(total / count, abs=2e-5)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path, folder):
+    other = Tokenizer.train(["other text\n" * 50], 275)
+    config = twins.small(vocab_size=other.vocab_size, max_seq_len=96)
+    twins.random_model(config, device="cpu").save_pretrained(tmp_path / "teacher", other)
+    data = write(tmp_path / "d.jsonl", *[{"text": "x + 1"}] * 4)
+    with pytest.raises(UserError, match="has another tokenizer than the model"):
+        finetune(config_of(folder, tmp_path, data, teacher=str(tmp_path / "teacher")), SILENT)

@@ -86,6 +86,17 @@ def test_new_adapters_change_nothing():
     assert np.std(a.numpy()) == pytest.approx((3 * base.config.dim) ** -0.5, rel=0.2)
 
 
+def test_without_adapters_a_model_is_its_base():
+    base = twins.random_model(twins.small(**SHAPE))
+    model = adapted(base, Lora(4, 8))
+    ids, _ = twins.batch(base.config, 2, 9)
+    with_them = model(ids).numpy()
+    with model.without_adapters():
+        assert np.array_equal(model(ids).numpy(), base(ids).numpy())
+    assert np.array_equal(model(ids).numpy(), with_them)
+    assert not np.array_equal(with_them, base(ids).numpy())
+
+
 def test_rows_do_not_depend_on_other_rows():
     model = adapted(twins.random_model(twins.small(**SHAPE)), Lora(4, 8))
     ids, _ = twins.batch(model.config, 5, 21)

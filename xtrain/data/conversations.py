@@ -318,7 +318,7 @@ def _messages_of(record: Record) -> Any:
                 return system + fields[name]
             return fields[name]
     if isinstance(fields.get("prompt"), list):
-        prompt = [_without_weight(message) for message in fields["prompt"]]
+        prompt = [without_weight(message) for message in fields["prompt"]]
         completion = fields.get("completion") or []
         if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
@@ -334,7 +334,8 @@ def _messages_of(record: Record) -> Any:
     return [*system, {"role": "user", "content": asked}, answer]
 
 
-def _without_weight(message: Any) -> Any:
+def without_weight(message: Any) -> Any:
+    """Return a message that is not trained."""
     if isinstance(message, dict):
         return message | {"weight": 0}
     return message

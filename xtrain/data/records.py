@@ -121,6 +121,18 @@ def records(path: Path) -> Iterator[Record]:
         raise UserError(str(error)) from None
 
 
+def records_of(files: Sequence[str | Path]) -> Iterator[Record]:
+    """Yield the records of .jsonl files, which may be globs. Raises UserError, also for a file
+    without any."""
+    for path in record_files(files):
+        empty = True
+        for record in records(path):
+            empty = False
+            yield record
+        if empty:
+            raise UserError(f"{path} has no records: give a file that is not empty")
+
+
 def json_records(path: Path) -> Iterator[Record]:
     """Yield the lines of a .jsonl, also packed (.gz, .zst); empty ones are skipped."""
     with reading(path), open_file(path) as file:

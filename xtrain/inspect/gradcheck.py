@@ -184,6 +184,7 @@ CASES: dict[str, tuple[str | None, Callable]] = {
     "cross_entropy": ("logits: N P", lambda d, x: F.cross_entropy(x, (t := d.targets(d.N, d.V)), d.V, count_targets(t))),
     "logits": ("x: N C, w: P C", lambda d, x, w: F.logits(x, w)),
     "linear_cross_entropy": ("x: N C, w: P C", lambda d, x, w: F.linear_cross_entropy(x, w, (t := d.targets(d.N, d.V)), d.V, count_targets(t), 2)),
+    "linear_distillation": ("x: N C, w: P C", lambda d, x, w: F.linear_distillation(x, w, (t := d.targets(d.N, d.V)), d.ids(d.N, d.V)[:, None].astype(np.int32), np.full((d.N, 1), -0.7), d.V, count_targets(t), 0.6, d.causal)),
     "linear_logprobs": ("x: N C, w: P C", lambda d, x, w: F.linear_logprobs(x, w, d.ids(d.N, d.V), d.V, 2)),
     "with_gradient": ("x: N C", lambda d, x: F.with_gradient(x, (x.data**3).sum(), 3 * x.data**2)),
     "add": ("a: N C, b: N C", lambda d, a, b: F.add(a, b)),

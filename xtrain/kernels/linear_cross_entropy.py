@@ -20,6 +20,7 @@ less memory and more time: bench/bench_head.py measures both.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -59,6 +60,7 @@ def linear_cross_entropy(
     want_dw: bool = True,
     rows: int | None = None,
     change_logits: Callable[[Array, slice], None] | None = None,
+    loss_of: Callable[[Array, slice, Array, bool], Any] | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
     """Return loss (N,) float32, dx like x, and dw (P, C) float32.
 
@@ -70,6 +72,8 @@ def linear_cross_entropy(
     rows: the largest chunk.
     change_logits: called with the logits of a chunk and its rows, changes the logits in place; the
         gradients are then those by the changed logits, times x and w.
+    loss_of: in place of cross_entropy, called with the logits of a chunk, its rows, the array of
+        their losses, and whether the gradient is wanted, which overwrites the logits.
     Errors as in cross_entropy.
     """
     op = "linear_cross_entropy"
@@ -102,7 +106,10 @@ def linear_cross_entropy(
         factors = inv_count_1
         if inv_count_1 is not None and per_row:
             factors = inv_count_1[part]
-        cross_entropy(d_RP, targets_N[part], vocab_size, factors, want_gradient, loss_N[part])
+        if loss_of is not None:
+            loss_of(d_RP, part, loss_N[part], want_gradient)
+        else:
+            cross_entropy(d_RP, targets_N[part], vocab_size, factors, want_gradient, loss_N[part])
         if dx_NC is not None:
             matmul(dx_NC[part], d_RP, w_PC)
         if dw_PC is not None:

@@ -43,7 +43,13 @@ from .functions import (
 )
 from .functions import Linear as Linear  # linear and swiglu apply these where nothing is fused
 from .functions import SwiGLU as SwiGLU
-from .loss_functions import CrossEntropy, LinearCrossEntropy, LinearLogprobs, WithGradient
+from .loss_functions import (
+    CrossEntropy,
+    LinearCrossEntropy,
+    LinearDistillation,
+    LinearLogprobs,
+    WithGradient,
+)
 from .tensor import Tensor, ops
 
 
@@ -237,6 +243,28 @@ def linear_cross_entropy(
     return _fp8.Fp8LinearCrossEntropy.apply(*arguments, layer)
 
 
+def linear_distillation(
+    x_NC: Tensor,
+    w_PC: Tensor,
+    targets_N: Array,
+    ids_NK: Array,
+    teacher_NK: Array,
+    vocab_size: int,
+    inv_count_1: Array,
+    weight: float,
+    reverse: bool = False,
+) -> Tensor:
+    """Return inv_count times the sum of (1 - weight) cross-entropy + weight KL, with the logits
+    x w^T, and a teacher whose tokens are ids (N, K) int32 with the log-probabilities teacher
+    (N, K). See kernels/distillation.py.
+
+    x (N, C), w (P, C). Forward also computes the gradients: use no_grad where no backward follows.
+    """
+    return LinearDistillation.apply(
+        x_NC, w_PC, targets_N, ids_NK, teacher_NK, vocab_size, inv_count_1, weight, reverse
+    )
+
+
 def linear_logprobs(
     x_NC: Tensor,
     w_PC: Tensor,
@@ -267,7 +295,7 @@ def with_gradient(x: Tensor, value: float, dx: Array) -> Tensor:
     """Return a loss, shape (), whose value and derivative by x are known already.
 
     For losses over few numbers, such as log-probabilities, that are written in NumPy:
-    examples/dpo.py.
+    tuning/prefer.py.
 
     dx: the derivative, an array like x, on its device.
     """

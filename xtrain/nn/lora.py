@@ -11,6 +11,7 @@ below the other, x a^T is one product for all, and each adds to its own columns 
 (functions.LoraLinear).
 """
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,10 @@ class LoraLinear(Linear):
     """A Linear, frozen, with adapters on some of its parts.
 
     name: of the module, if it is not packed.
+    on: False inside AdaptedTransformer.without_adapters.
     """
+
+    on = True
 
     def __init__(self, linear: Linear, name: str, lora: Lora):
         self.linear = linear
@@ -81,6 +85,8 @@ class LoraLinear(Linear):
         self.lora_b = Parameter((sum(b.values()), lora.r), 0.0, b)
 
     def __call__(self, x_NI: Tensor) -> Tensor:
+        if not self.on:
+            return self.linear(x_NI)
         w, bias = self.linear.weight, self.linear.bias
         return F.lora_linear(x_NI, w, self.lora_a, self.lora_b, self.slices, self.factor, bias)
 
@@ -130,6 +136,18 @@ class AdaptedTransformer(Transformer):
         self.lora = lora
         device, bf16, *_ = self.arena.kind
         self.arena = self.make_arena(device, seed, bf16, world)
+
+    @contextlib.contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Compute with the frozen model alone inside this context."""
+        adapted = [module for _, module in self.modules() if isinstance(module, LoraLinear)]
+        for module in adapted:
+            module.on = False
+        try:
+            yield
+        finally:
+            for module in adapted:
+                module.on = True
 
     def _storage(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
         if self.lora is None:

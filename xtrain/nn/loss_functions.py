@@ -7,6 +7,7 @@ import numpy as np
 from ..device import Array
 from ..kernels import cast as _cast
 from ..kernels import cross_entropy as _cross_entropy
+from ..kernels import distillation as _distillation
 from ..kernels import elementwise as _elementwise
 from ..kernels import entropy as _entropy
 from ..kernels import gemm as _gemm
@@ -52,12 +53,41 @@ class LinearCrossEntropy(Function):
 
     @staticmethod
     def backward(ctx, dloss):
-        dx_NC, dw_PC, w_PC = ctx.saved
-        if not is_unit(dloss):
-            for gradient in (dx_NC, dw_PC):
-                if gradient is not None:
-                    _elementwise.scale_into(gradient, dloss.reshape(1))
-        return dx_NC, head_gradient(ctx, w_PC, dw_PC)
+        return saved_gradients(ctx, dloss)
+
+
+def saved_gradients(ctx: Context, dloss: Array) -> tuple[Array | None, Array | None]:
+    """Return the gradients that forward has computed, dx and dw, times dloss."""
+    dx_NC, dw_PC, w_PC = ctx.saved
+    if not is_unit(dloss):
+        for gradient in (dx_NC, dw_PC):
+            if gradient is not None:
+                _elementwise.scale_into(gradient, dloss.reshape(1))
+    return dx_NC, head_gradient(ctx, w_PC, dw_PC)
+
+
+class LinearDistillation(Function):
+    """As LinearCrossEntropy, with a teacher (kernels/distillation.py)."""
+
+    @staticmethod
+    def forward(
+        ctx, x_NC, w_PC, targets_N, ids_NK, teacher_NK, vocab_size, inv_count_1, weight, reverse
+    ):
+        def loss_of(d_RP, part, loss_R, gradient):
+            teacher = ids_NK[part], teacher_NK[part]
+            options = vocab_size, inv_count_1, weight, reverse, gradient, loss_R
+            _distillation.distillation(d_RP, targets_N[part], *teacher, *options)
+
+        want = ctx.needs_grad[:2]
+        loss_N, dx_NC, dw_PC = _linear_cross_entropy.linear_cross_entropy(
+            x_NC, w_PC, targets_N, vocab_size, inv_count_1, *want, loss_of=loss_of
+        )
+        ctx.save(dx_NC, dw_PC, w_PC)
+        return _cross_entropy.mean_loss(loss_N, inv_count_1).reshape(())
+
+    @staticmethod
+    def backward(ctx, dloss):
+        return saved_gradients(ctx, dloss)
 
 
 def head_gradient(ctx: Context, w_PC: Array, dw_PC: Array | None) -> Array | None:
@@ -156,6 +186,21 @@ def linear_kept_tokens(
     for part, logits in parts:
         kept_NW[part] = kept_of(logits, targets_N[part], sampling, vocab_size)
     return kept_NW
+
+
+def linear_top_logprobs(x_NC: Array, w_PC: Array, vocab_size: int, top: int) -> tuple[Array, Array]:
+    """Return the `top` most likely tokens of the logits x w^T, (N, top) int32, and their
+    log-probabilities, (N, top) float32."""
+    N = x_NC.shape[0]
+    ids_NK = empty(x_NC, (N, top), np.int32)
+    logprobs_NK = empty(x_NC, (N, top), wide_dtype(x_NC))
+    none_N = empty(x_NC, N, np.int32)
+    none_N.fill(-1)
+    for part, logits in logits_of_parts(x_NC, w_PC, None):
+        found = _logprobs.token_logprobs(logits, none_N[part], top, vocab_size)
+        ids_NK[part] = found[1]
+        logprobs_NK[part] = found[2]
+    return ids_NK, logprobs_NK
 
 
 def change_to_sampled(

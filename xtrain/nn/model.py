@@ -26,7 +26,7 @@ from . import functional as F
 from .decoder import MLP, STD, Attention, Block, Decoder, SandwichBlock
 from .fp8 import HEAD, Fp8Scales, check_tokens
 from .generation import generate
-from .loss_functions import linear_kept_tokens
+from .loss_functions import linear_kept_tokens, linear_top_logprobs
 from .mode import is_training
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 from .sequences import PackedSequences, RotaryTables, Sequences
@@ -230,7 +230,7 @@ class Transformer(Module):
         """Return the log-probability of each target, (B, T) float32; NaN at -100.
 
         For a loss of any form: `functional.with_gradient` takes its value and its derivative by
-        each, zeros where they are NaN (examples/dpo.py). In batch-invariant mode the bits are those
+        each, zeros where they are NaN (tuning/prefer.py). In batch-invariant mode the bits are those
         of `Engine(batch_invariant=True)`. Arguments as in `loss`. Raises UserError like calling the
         model, and if a derived class overrides `logits`.
 
@@ -261,6 +261,36 @@ class Transformer(Module):
         vocab_size = self.config.vocab_size
         kept_NW = linear_kept_tokens(x_NC.data, head, targets_N, vocab_size, sampling)
         return kept_NW.reshape(*ids.shape, -1)
+
+    def top_logprobs(
+        self, ids: Array, targets: Array, starts: Array | None, top: int
+    ) -> tuple[Array, Array]:
+        """Return the `top` most likely tokens at each position, (N, top) int32, N = B T, and their
+        log-probabilities. top: at most 20. Arguments and errors as in `logprobs`."""
+        head = self._plain_head().data
+        x_NC, _ = self._hidden_and_targets(ids, targets, starts)
+        return linear_top_logprobs(x_NC.data, head, self.config.vocab_size, top)
+
+    def distillation_loss(
+        self,
+        ids: Array,
+        targets: Array,
+        inv_count: Array,
+        starts: Array | None,
+        teacher: tuple[Array, Array],
+        weight: float,
+        reverse: bool = False,
+    ) -> Tensor:
+        """Return (1 - weight) `loss` + weight KL; teacher: what its `top_logprobs` returns.
+
+        reverse: of the model to the teacher (kernels/distillation.py). The others as in `loss`.
+        """
+        head = self._plain_head()
+        x_NC, targets_N = self._hidden_and_targets(ids, targets, starts)
+        vocab_size = self.config.vocab_size
+        return F.linear_distillation(
+            x_NC, head, targets_N, *teacher, vocab_size, inv_count, weight, reverse
+        )
 
     def _plain_head(self) -> Parameter:
         """Return the weights of the head. Raises UserError if it is not the only thing between

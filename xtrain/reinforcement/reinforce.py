@@ -32,8 +32,6 @@ number in the group. So a resumed run draws the same completions.
 """
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,6 @@ from rich.console import Console
 from ..cli import say
 from ..device import Array, to_device, to_numpy
 from ..errors import UserError
-from ..formats.manifest import tensor_checksum
 from ..formats.saved_runs import Saved, model_folder
 from ..kernels.cross_entropy import IGNORE
 from ..kernels.decoding.sampling import UNCHANGED
@@ -57,7 +54,7 @@ from ..serving.engine import Engine
 from ..training.checkpoint import Snapshot
 from ..training.run import Run, StepAbandoned, StepResult, each_array
 from ..training.single_device import SingleDevice
-from ..tuning.finetune import train_from
+from ..tuning.finetune import digest_of, train_from
 from ..tuning.rows import rows_of
 from .algorithms import find_algorithm
 from .calls import CallError, Interrupted, Limits
@@ -508,12 +505,6 @@ class ReinforceRun(Run):
             return f"{self.corpus.tokenizer.decode(prompt.ids)}\nno reward: {error}"
         text = self.corpus.tokenizer.decode(group.episodes[0].tokens)
         return f"{text}\nreward {group.rewards[0]:g}"
-
-
-def digest_of(model: Transformer) -> str:
-    """Return SHA-256 of the names and weights of a model, in the precision that it has here."""
-    sums = {name: tensor_checksum(to_numpy(x.data)) for name, x in model.named_parameters()}
-    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
 def seed_of(seed: int, *numbers: int) -> int:

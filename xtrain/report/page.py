@@ -55,6 +55,7 @@ def sections_of(run: Record) -> list[str]:
         section(run)
         for section in (
             sections.rewards,
+            sections.preferences,
             sections.curves,
             sections.events,
             sections.fp8,

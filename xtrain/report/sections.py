@@ -60,7 +60,7 @@ def curves(run: Record) -> str:
         chart(
             run,
             "Loss",
-            "nats per token",
+            loss_unit(run),
             Curve("training", loss, palette(0), "faint"),
             Curve("training, running mean", running_mean(loss), palette(0)),
             Curve("validation", val, palette(1), "faint"),
@@ -81,6 +81,13 @@ def curves(run: Record) -> str:
     ]
     switch = axis_switch([run.axes])
     return f'<h2>Curves</h2>{switch}<div class="charts">{"".join(shown)}</div>'
+
+
+def loss_unit(run: Record) -> str:
+    """Return the unit of the loss: none for one that is not a mean over tokens."""
+    if run.points("margin"):
+        return ""
+    return "nats per token"
 
 
 def chart(run: Record, title: str, unit: str, *curves: Curve, log: bool = False) -> str:
@@ -170,6 +177,27 @@ def rewards(run: Record) -> str:
         ),
     ]
     return f'<h2>Rewards</h2><p>{text}</p><div class="charts">{"".join(shown)}</div>'
+
+
+def preferences(run: Record) -> str:
+    """Return the charts of learning from preferences."""
+    if not run.points("margin"):
+        return ""
+    shown = []
+    for title, unit, *names in (
+        ("Rewards", "mean of a step", "reward_chosen", "reward_rejected", "margin"),
+        ("Log-probabilities", "nats per answer", "logprob_chosen", "logprob_rejected"),
+        ("Accuracy", "share of answers in the right order", "accuracy"),
+        ("KL to the reference", "nats per answer", "kl"),
+    ):
+        curves = []
+        for name, color in zip(names, colors(len(names))):
+            label = name.replace("_", " ")
+            curves.append(Curve(label, running_mean(run.points(name)), color))
+            curves.append(Curve(f"{label}, validation", run.points(f"val_{name}"), color, "dots"))
+        if run.points(names[0]):
+            shown.append(chart(run, title, unit, *curves))
+    return f'<h2>Preferences</h2><div class="charts">{"".join(shown)}</div>'
 
 
 def fp8(run: Record) -> str:

@@ -99,7 +99,8 @@ def needed(
     if recompute == "none" and (getattr(c, "pack", False) or getattr(c, "exact", False)):
         recompute = "attention"
     accumulate = min(max(1, c.batch // ranks.world // c.micro_batch), 2)
-    shape = c.micro_batch, c.seq_len, c.precision, recompute, accumulate
+    sequences = c.micro_batch * c.row_texts
+    shape = sequences, c.seq_len, c.precision, recompute, accumulate
     options = getattr(c, "lora", 0), c.optimizer, c.ema, c.fp8_head, steps
     plan = memory_plan.plan(model, *shape, *options)
     if device == "gpu":

@@ -170,7 +170,7 @@ def read_conversations(config: Any, source: Path, context: int) -> Conversations
         records = read_examples(
             files, texts.tokenizer, texts.template, c.text_key, c.train_answers, refused
         )
-        kept = [list(_fitting(examples, limit, c.too_long, left_out)) for examples in records]
+        kept = [list(fitting(examples, limit, c.too_long, left_out)) for examples in records]
         if not any(kept):
             raise UserError(
                 f"{', '.join(files)}: no example is left: {'; '.join(left_out.sentences)}"
@@ -213,7 +213,7 @@ def read_conversations(config: Any, source: Path, context: int) -> Conversations
     return corpus
 
 
-def _fitting(
+def fitting(
     examples: list[Example], limit: int, too_long: str, left_out: LeftOut
 ) -> Iterator[Example]:
     """Yield the examples of a record of at most `limit` tokens, or what --too-long makes of them.

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..data.chat_template import ChatTemplate
 from ..data.conversations import Answers, Conversation, has_conversation, naming
-from ..data.records import Record, record_files, records
+from ..data.records import Record, records_of
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 
@@ -73,25 +73,26 @@ def read_examples(
     refused: gets the place of a record that cannot be used, and why; None: it is an error.
     Raises UserError, which names file and line.
     """
-    for path in record_files(files):
-        empty = True
-        for record in records(path):
-            empty = False
-            try:
-                examples = _examples(record, tokenizer, template, text_key, answers)
-            except UserError as error:
-                if refused is None:
-                    raise
-                refused(record.where, error)
-                continue
-            yield examples
-        if empty:
-            raise UserError(f"{path} has no records: give a file that is not empty")
+    for record in records_of(files):
+        try:
+            examples = _examples(record, tokenizer, template, text_key, answers)
+        except UserError as error:
+            if refused is None:
+                raise
+            refused(record.where, error)
+            continue
+        yield examples
+
+
+def example_of(record: Record, tokenizer: Tokenizer, template: ChatTemplate | None) -> Example:
+    """Return the example of one record. Raises UserError, which names file and line."""
+    (example,) = _examples(record, tokenizer, template, "text", "all")
+    return example
 
 
 def has_messages(files: Sequence[str | Path]) -> bool:
     """Return True if a record of these files is a conversation. Raises UserError."""
-    return any(has_conversation(x) for path in record_files(files) for x in records(path))
+    return any(map(has_conversation, records_of(files)))
 
 
 def _examples(

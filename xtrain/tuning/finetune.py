@@ -1,5 +1,7 @@
 """Fine-tuning a model on conversations: the options, the data as a Run reads them, and the run."""
 
+import hashlib
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -12,16 +14,27 @@ from rich.console import Console
 
 from ..cli import print_text, say
 from ..data.sources import from_standard_input
-from ..device import cache_folder
+from ..data.tokenizer import Tokenizer
+from ..device import Array, cache_folder, to_numpy
 from ..errors import UserError
 from ..formats.adapters import base_folder, check_writable, is_adapter, read_rank, read_targets
 from ..formats.gguf_tensors import file_of
 from ..formats.huggingface import as_ids, read_config
+from ..formats.manifest import tensor_checksum
 from ..formats.saved_runs import folders, model_folder
+from ..kernels.decoding.logprobs import MAX_TOP
 from ..kernels.fp8 import TILE
+from ..nn.autograd import Tensor, no_grad
 from ..nn.draft_heads import HeadedTransformer
 from ..nn.lora import TARGETS, AdaptedTransformer, Lora
-from ..run_options import OptimizerOptions, ParallelOptions, RowOptions
+from ..nn.model import Transformer
+from ..run_options import (
+    RESUME_KEYS,
+    OptimizerOptions,
+    ParallelOptions,
+    RowOptions,
+    need_positive,
+)
 from ..training import loop, run_folder
 from ..training.run import Run
 from ..training.single_device import SingleDevice
@@ -114,7 +127,47 @@ class AdapterOptions(ParallelOptions, OptimizerOptions):
 
 
 @dataclass(frozen=True)
-class FinetuneConfig(AdapterOptions, RowOptions):
+class ExampleOptions(AdapterOptions):
+    """What training on the examples of .jsonl files has."""
+
+    # a record that cannot be used: stop, or leave it out and count it
+    bad_records: Literal["stop", "skip"] = "stop"
+    # print so many examples, with what is trained in colour, and end
+    show: int = 0
+    epochs: float = 3.0  # how often each example is read, without --steps
+    # examples that are longer than --seq-len: leave them out, cut them, or stop
+    too_long: Literal["skip", "cut", "error"] = "skip"
+    steps: int | None = None  # optimizer steps; none: those of --epochs
+    warmup: int | None = None  # steps of linear warm-up; none: a thirtieth of all steps
+    # tokens of an example; none: the longest that the model accepts and the data have, rounded up
+    seq_len: int | None = None
+    # the user's message of the generated samples; none: the first example that is held out
+    sample_prompt: str = ""
+    sample_tokens: int = SAMPLE_TOKENS  # at most, per sample
+
+    @property
+    def default_lr(self) -> float:
+        """The peak learning rate without --lr."""
+        if self.lora:
+            return 2e-4
+        return 1e-5
+
+    def validate(self) -> None:
+        """Raise UserError on a value out of range."""
+        super().validate()
+        need_positive(self, ("seq_len", "sample_tokens"))
+        if not (self.init or self.resume):
+            raise UserError("there is no model to fine-tune: give its folder with --init")
+        if not self.data:
+            raise UserError("there is nothing to train on: give .jsonl files with --data")
+        if self.show < 0:
+            raise UserError(f"--show must be a number of examples, got {self.show}")
+        if not 0 < self.epochs < 1e6:
+            raise UserError(f"--epochs must be a positive number, got {self.epochs}")
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(ExampleOptions, RowOptions):
     """One fine-tuning of the model in --init."""
 
     data: tuple[str, ...] = ()
@@ -125,44 +178,51 @@ class FinetuneConfig(AdapterOptions, RowOptions):
     # of a conversation: train all answers, the last one, or each one in an example of its own, which
     # ends there: as the template shows a conversation when the model answers
     train_answers: Literal["all", "last", "each"] = "all"
-    # a record that cannot be used: stop, or leave it out and count it
-    bad_records: Literal["stop", "skip"] = "stop"
-    # print so many examples, with what is trained in colour, and end
-    show: int = 0
-    epochs: float = 3.0  # how often each example is read, without --steps
-    # examples that are longer than --seq-len: leave them out, cut them, or stop
-    too_long: Literal["skip", "cut", "error"] = "skip"
     # several examples in a row of --seq-len tokens, instead of one and padding. Attention stays in
     # the example
     pack: bool = False
     # rows per optimizer step, summed over all ranks; none: 16, with --pack as many as hold about 16
     # examples
     batch: int | None = None
-    steps: int | None = None  # optimizer steps; none: those of --epochs
     # peak learning rate; none: 1e-5, with --lora 2e-4, with --draft-heads 1e-3
     lr: float | None = None
-    warmup: int | None = None  # steps of linear warm-up; none: a thirtieth of all steps
     # tokens per row; none: the longest example that the model accepts and the data have, rounded
     # up, with --pack 2048 if the model accepts it
     seq_len: int | None = None
-    # the user's message of the generated samples; none: the first example that is held out
-    sample_prompt: str = ""
-    sample_tokens: int = SAMPLE_TOKENS  # at most, per sample
+    # distillation: folder of a model with the same tokenizer, whose most likely tokens are learned
+    # with their probabilities
+    teacher: str | None = None
+    teacher_weight: float = 0.5  # of the KL to the teacher in the loss; the rest: cross-entropy
+    teacher_top_k: int = MAX_TOP  # the most likely tokens of the teacher; all others count as one
+    # forward: of the teacher to the model, which covers all that the teacher may say; reverse: of
+    # the model to the teacher, which leaves out what the teacher would not say
+    teacher_kl: Literal["forward", "reverse"] = "forward"
     # train so many heads on the frozen model, which guess tokens ahead for --speculate and --draft;
     # 0: train the model
     draft_heads: int = 0
+
+    @property
+    def default_lr(self) -> float:
+        """The peak learning rate without --lr."""
+        if self.draft_heads:
+            return 1e-3
+        return super().default_lr
 
     def default_name(self, gpu: bool) -> str:
         """Return the name of the run's folder if no --name is given."""
         return "finetune"
 
+    def resume_keys(self) -> tuple[str, ...]:
+        """Return those of training, and of the teacher."""
+        return (*RESUME_KEYS, "teacher_weight", "teacher_top_k", "teacher_kl")
+
+    def may_change(self) -> set[str]:
+        """Return those of training, and the teacher."""
+        return super().may_change() | {"teacher"}
+
     def validate(self) -> None:
         """Raise UserError on a value out of range."""
         super().validate()
-        if not (self.init or self.resume):
-            raise UserError("there is no model to fine-tune: give its folder with --init")
-        if not self.data:
-            raise UserError("there is nothing to train on: give .jsonl files with --data")
         if self.mix and len(self.mix) != len(self.data):
             raise UserError(
                 f"--mix has {len(self.mix)} weights for {len(self.data)} paths in --data: give one "
@@ -170,8 +230,6 @@ class FinetuneConfig(AdapterOptions, RowOptions):
             )
         if not all(0 <= weight <= 1000 for weight in self.mix):
             raise UserError(f"--mix must be numbers from 0 to 1000, got {self.mix}")
-        if self.show < 0:
-            raise UserError(f"--show must be a number of examples, got {self.show}")
         if not 0 <= self.draft_heads <= MAX_HEADS:
             raise UserError(
                 f"--draft-heads must be a whole number from 0 to {MAX_HEADS}, got "
@@ -181,18 +239,26 @@ class FinetuneConfig(AdapterOptions, RowOptions):
             raise UserError("--draft-heads and --lora cannot be combined: train one of them")
         if self.draft_heads and self.precision == "fp8":
             raise UserError("--precision fp8 is not supported with --draft-heads: choose bf16")
-        if not 0 < self.epochs < 1e6:
-            raise UserError(f"--epochs must be a positive number, got {self.epochs}")
+        if self.draft_heads and self.teacher:
+            raise UserError("--draft-heads and --teacher cannot be combined: train one of them")
+        if self.teacher and self.precision == "fp8":
+            raise UserError("--precision fp8 is not supported with --teacher: choose bf16")
+        if not 0 <= self.teacher_weight <= 1:
+            raise UserError(f"--teacher-weight must be from 0 to 1, got {self.teacher_weight}")
+        if not 0 < self.teacher_top_k <= MAX_TOP:
+            raise UserError(
+                f"--teacher-top-k must be from 1 to {MAX_TOP}, got {self.teacher_top_k}"
+            )
 
 
-Config = TypeVar("Config", bound=FinetuneConfig)
+Config = TypeVar("Config", bound=ExampleOptions)
 
 
 def filled(config: Config, corpus: Conversations, context: int, world: int) -> Config:
     """Return the config with every option that the data decide. context: the model's."""
     c = config
     longest = corpus.seq_len
-    if c.pack:
+    if corpus.pack:
         longest = max(longest, min(PACKED_ROW, corpus.train_tokens))
     if c.precision == "fp8":
         unit = TILE
@@ -203,7 +269,7 @@ def filled(config: Config, corpus: Conversations, context: int, world: int) -> C
     rows_of_16 = max(1, round(EXAMPLES * rows / len(corpus.train)))
     batch = c.batch or -(-rows_of_16 // world) * world
     steps = c.steps or max(1, math.ceil(c.epochs * rows / batch))
-    lr = c.lr or (1e-3 if c.draft_heads else 2e-4 if c.lora else 1e-5)
+    lr = c.lr or c.default_lr
     warmup = c.warmup
     if warmup is None:
         warmup = min(steps // 30, max(0, steps - 2))
@@ -224,6 +290,21 @@ class FinetuneRun(Run):
             stop = sorted(end_tokens | corpus.stop)
             model.special_tokens = model.special_tokens | {"eos_token_id": stop}
             model.generation = model.generation or {}
+        self.teacher: Transformer | None = None
+        if getattr(config, "teacher", None):
+            self.teacher = read_teacher(config, model, corpus.tokenizer)
+
+    def loss(self, batch: Any, inv_count: Array | None = None) -> Tensor:
+        """Return the loss of a micro-batch, with the KL to a teacher; in validation, where there is
+        no inv_count, the cross-entropy alone."""
+        if self.teacher is None or inv_count is None:
+            return super().loss(batch, inv_count)
+        c: Any = self.config
+        rows = batch.ids, batch.targets
+        with no_grad():
+            teacher = self.teacher.top_logprobs(*rows, batch.starts, c.teacher_top_k)
+        options = c.teacher_weight, c.teacher_kl == "reverse"
+        return self.model.distillation_loss(*rows, inv_count, batch.starts, teacher, *options)
 
     @property
     def document_tokens(self) -> float:
@@ -240,6 +321,8 @@ class FinetuneRun(Run):
         if lora := getattr(self.model, "lora", None):
             targets = sorted(lora.targets)
             options |= {"lora": lora.r, "lora_alpha": lora.alpha, "lora_targets": targets}
+        if self.teacher is not None:
+            options["teacher"] = digest_of(self.teacher)
         return super().resume_options() | options
 
     def sample(self) -> str:
@@ -262,6 +345,31 @@ class FinetuneRun(Run):
             return tokenizer.decode(self.model.generate(np.array(prompt), new, **sampling))
         except UserError as error:
             return f"(no sample: {error})"
+
+
+def read_teacher(config: Any, model: Transformer, tokenizer: Tokenizer) -> Transformer:
+    """Return the model of --teacher, frozen. Raises UserError if it does not fit the one that is
+    trained."""
+    folder = model_folder(Path(config.teacher), say)
+    teacher = Transformer.from_pretrained(folder, model.device, config.precision, trainable=False)
+    same = Tokenizer.load(folder).sha256 == tokenizer.sha256
+    if not same or teacher.config.vocab_size != model.config.vocab_size:
+        raise UserError(
+            f"--teacher {config.teacher} has another tokenizer than the model: choose a teacher "
+            "with the same one"
+        )
+    if teacher.config.max_seq_len < config.seq_len:
+        raise UserError(
+            f"--teacher {config.teacher} reads {teacher.config.max_seq_len} tokens, fewer than "
+            f"--seq-len {config.seq_len}: give that many at most"
+        )
+    return teacher
+
+
+def digest_of(model: Transformer) -> str:
+    """Return SHA-256 of the names and weights of a model, in the precision that it has here."""
+    sums = {name: tensor_checksum(to_numpy(x.data)) for name, x in model.named_parameters()}
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
 def finetune(
@@ -360,9 +468,16 @@ def model_source(config: AdapterOptions, ranks: SingleProcess) -> tuple[Any, Pat
     return replace(config, data=copied), ranks.on_rank_0(source)
 
 
-def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Conversations]:
+def prepare(
+    config: Config,
+    ranks: SingleProcess,
+    read: Callable[[Any, Path, int], Conversations] = read_conversations,
+) -> tuple[Config, Conversations]:
     """Return the config with every option that the data decide, and the data. Raises UserError, on
-    every rank."""
+    every rank.
+
+    read: gets the config, the model's folder and its context.
+    """
     config.validate()
     config, folder = model_source(config, ranks)
     context = read_config(folder).max_seq_len
@@ -371,23 +486,28 @@ def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Conversations
             f"--seq-len {config.seq_len} is longer than the model's max_seq_len {context}: choose "
             "a shorter one"
         )
-    corpus = ranks.rank_0_first(lambda: read_conversations(config, folder, context))
+    corpus = ranks.rank_0_first(lambda: read(config, folder, context))
+    command = f"xtrain.{config.default_name(False)}"
     if corpus.is_new_template and ranks.rank == 0:
         shown = corpus.template.render([{"role": "user", "content": "..."}])
         say(
-            "xtrain.finetune: the model has no chat template: it gets the default one, which is "
+            f"{command}: the model has no chat template: it gets the default one, which is "
             f"saved with it as chat_template.jinja, {shown!r}"
         )
     if ranks.rank == 0:
         for sentence in (corpus.describe(), *corpus.reasons):
-            say(f"xtrain.finetune: {sentence}")
+            say(f"{command}: {sentence}")
     return filled(config, corpus, context, ranks.world), corpus
 
 
-def show_examples(config: FinetuneConfig, ranks: SingleProcess) -> None:
+def show_examples(
+    config: Config,
+    ranks: SingleProcess,
+    read: Callable[[Any, Path, int], Conversations] = read_conversations,
+) -> None:
     """Print the first --show examples. What is trained is green, or between ⟦ and ⟧ if standard
-    output is no terminal. Raises UserError."""
-    _, corpus = prepare(config, ranks)
+    output is no terminal. read: see `prepare`. Raises UserError."""
+    _, corpus = prepare(config, ranks, read)
     if ranks.rank == 0:
         for x in corpus.train[: config.show]:
             print_text(x.shown(corpus.tokenizer, sys.stdout.isatty()))

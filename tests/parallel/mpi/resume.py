@@ -30,6 +30,7 @@ from xtrain.train import train
 from xtrain.training import checkpoint, loop
 from xtrain.training.run import Run
 from xtrain.tuning.finetune import FinetuneConfig, finetune
+from xtrain.tuning.prefer import PreferConfig, prefer
 
 SILENT = Console(quiet=True)
 NO_REPORT = dict(write_report=lambda *about: None)
@@ -39,9 +40,12 @@ EMA_FILES = ("ema/model.safetensors", "ema/manifest.json")
 MUON = dict(optimizer="muon", ema=0.9, schedule="wsd")
 
 
+def numbers(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+    return [line["loss"] for line in numbers(run) if "loss" in line]
 
 
 def train_on(n, config):
@@ -243,6 +247,43 @@ def fine_tuning(folder):
         np.testing.assert_allclose(losses(resumed), losses(alone), rtol=1e-5)
 
 
+def preferences(folder):
+    """Rows of kto on two ranks, whose KL is of both, stopped and continued on one: the numbers of one rank alone."""
+    data = folder / "labels.jsonl"
+    if WORLD.rank == 0:
+        words = TEXT.read_text().split()
+        lines = [
+            {
+                "prompt": f"{a} ",
+                "completion": " ".join(words[i : i + i % 5 + 1]),
+                "label": i % 3 > 0,
+            }
+            for i, a in enumerate(words[:20])
+        ]
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    wait()
+
+    def preferred(name, n, **more):
+        ranks = some_ranks(n)
+        shape = dict(steps=4, eval_every=2, save_every=2, sample_tokens=2, lr=1e-3, device="cpu")
+        config = PreferConfig(
+            init=str(folder / "alone" / "run"), data=(str(data),), out=str(folder), name=name,
+            loss="kto", batch=4, val_share=0.15, **shape, **more,
+        )  # fmt: skip
+        run = prefer(config, SILENT, divided(ranks), **NO_REPORT) if ranks else None
+        wait()
+        return run
+
+    alone = preferred("preferred", 1)
+    preferred("in_two", 2, stop_at=2, zero=1)
+    resumed = preferred("in_two", 1, resume=True)
+    if WORLD.rank == 0:
+        for a, b in zip(numbers(alone), numbers(resumed), strict=True):
+            names = sorted(a.keys() & {"loss", "margin", "kl", "val_loss", "val_kl"})
+            found, want = (np.array([line[name] for name in names], float) for line in (b, a))
+            np.testing.assert_allclose(found, want, rtol=1e-3, atol=1e-5, err_msg=str(names))
+
+
 def reinforcement(folder):
     """Two ranks draw the completions of one; log-probabilities are the same bits; ranks that stopped continue on one."""
     reward = lambda record, texts: [float(sum(map(ord, text)) % 7) for text in texts]
@@ -270,9 +311,7 @@ def reinforcement(folder):
     reinforced("shared", 2, stop_at=2, zero=1)
     shared = reinforced("shared", 1, resume=True)
     if WORLD.rank == 0:
-        runs = [(run / "metrics.jsonl").read_text().splitlines() for run in (alone, shared)]
-        numbers = [[json.loads(line) for line in lines] for lines in runs]
-        for a, b in zip(*numbers, strict=True):
+        for a, b in zip(numbers(alone), numbers(shared), strict=True):
             for name in (
                 "reward",
                 "completion_tokens",
@@ -290,6 +329,7 @@ if __name__ == "__main__":
     checks = [
         elastic,
         fine_tuning,
+        preferences,
         reinforcement,
         one_rank_has_nothing_to_send,
         all_ranks_wait_for_the_report,
