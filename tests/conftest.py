@@ -36,15 +36,22 @@ draw = RunLog.picture
 RunLog.picture = lambda self: None  # takes longer than all the rest of a short run
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory):
+    # nothing else runs the pages' scripts and styles; their texts have tests without
     if PROGRAM is None:
-        pytest.skip(
-            "needs Chromium"
-        )  # nothing else runs the pages' scripts and styles; their texts have tests without
-    found = Browser(tmp_path_factory.mktemp("profile"))
-    yield found
-    found.close()
+        pytest.skip("needs Chromium (apt-get install chromium)")
+    program = Browser(tmp_path_factory.mktemp("profile"))
+    yield program
+    program.close()
+
+
+@pytest.fixture
+def browser(chromium):
+    """The tab of this process's Chromium, without a page and without complaints."""
+    chromium.open("about:blank")
+    chromium.complaints.clear()
+    return chromium
 
 
 @pytest.fixture(scope="module")

@@ -142,7 +142,7 @@ def test_ctrl_c_while_a_command_imports(tmp_path):
         (["-m", "xtrain.generate"], ""),
         (["-m", "xtrain", "generate"], ""),
         ([str(script), "generate"], ""),
-        (["-c", "import xtrain"], "Keyboard"),
+        (["-c", "from xtrain import Transformer"], "Keyboard"),
     ):
         command, env = [sys.executable, *arguments], os.environ | {"PYTHONPATH": path}
         done = subprocess.run(

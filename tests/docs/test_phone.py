@@ -10,7 +10,7 @@ pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocs_jupyter")
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 390  # pixels
-LESSON = "36_speculation"
+LESSON = "17_prefill"
 SCROLLS = "[...document.querySelectorAll('%s')].filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.trim().slice(0, 60))"
 COVERED = """[...document.querySelectorAll('.CodeMirror')].flatMap(cell => {
   const button = cell.querySelector('clipboard-copy').getBoundingClientRect();

@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 import shutil
-import subprocess
 import threading
 import urllib.error
 import urllib.request
@@ -13,7 +12,6 @@ import urllib.request
 import numpy as np
 import pytest
 from checks import GPU
-from chromium import Browser
 from runs import metrics, run
 
 from xtrain.data.tokenizer import Tokenizer
@@ -25,13 +23,6 @@ from xtrain.report.__main__ import main as report_main
 from xtrain.report.chart import Curve, chart, running_mean
 from xtrain.report.pictures import png
 from xtrain.report.sentence import look
-
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="needs Chromium (apt-get install chromium)"
-)
 
 
 @pytest.fixture(scope="module")
@@ -374,24 +365,9 @@ def test_png():
 
 
 # ----------------------------------------------------------------------------- in a browser
-def browse(page, tmp_path, width, *more):
-    """Open a page in Chromium. Returns the document and the lines of the console."""
-    done = subprocess.run(
-        [
-            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-extensions",
-            f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900", "--enable-logging=stderr",
-            *more, page.as_uri(),
-        ],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    said = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
-    return done.stdout, said
-
-
 MEASURE = """
-<script>
-onload = () => {
-  const page = document.querySelector("iframe").contentDocument, result = {};
+(() => {
+  const page = document, result = {};
   result.width = page.documentElement.clientWidth;
   result.needs = page.documentElement.scrollWidth;
   result.font = [...page.querySelectorAll(".plot span")].map(e => parseFloat(getComputedStyle(e).fontSize));
@@ -409,33 +385,26 @@ onload = () => {
   result.legends = [...page.querySelectorAll(".legend")].map(e => [...e.children].map(i => i.textContent));
   result.maps = [...page.querySelectorAll("img.map")].map(e => [e.complete, e.naturalWidth]);
   result.dark = getComputedStyle(page.body).backgroundColor;
-  document.body.append(Object.assign(document.createElement("pre"), {id: "result", textContent: JSON.stringify(result)}));
-}
-</script>
+  return result;
+})()
 """
 
 
-def measured(source, tmp_path, width):
+def measured(browser, page, width):
     """The result of MEASURE in a page of this width. Fails for faults that no page may have."""
-    frame = tmp_path / "frame.html"
-    frame.write_text(
-        f'{MEASURE}<iframe srcdoc="{source}" width={width} height=3000 style="border:0"></iframe>'
-    )
-    document, said = browse(frame, tmp_path, 1400, "--dump-dom")
-    assert said == []
-    result = json.loads(html.unescape(re.search(r'<pre id="result">(.*?)</pre>', document)[1]))
-    assert result["needs"] <= result["width"] == width, "the page must be scrolled sideways"
+    browser.open(page.as_uri(), width)
+    result = browser.evaluate(MEASURE)
+    assert browser.complaints == []
+    assert result["needs"] <= result["width"] <= width, "the page must be scrolled sideways"
     assert min(result["font"]) >= 11 and result["first"] >= 24, "a name is written letter by letter"
     for labels in result["labels"]:
         assert all(a <= b + 0.5 for a, b in itertools.pairwise(labels)), "labels overlap"
     return result
 
 
-@needs_chromium
 @pytest.mark.parametrize("width", [1280, 390])
-def test_in_a_browser(folder, tmp_path, width):
-    source = html.escape((folder / "report.html").read_text())
-    result = measured(source, tmp_path, width)
+def test_in_a_browser(folder, browser, width):
+    result = measured(browser, folder / "report.html", width)
     names = [name for name, _, _ in result["curves"]]
     for name in (
         "training, running mean",
@@ -457,11 +426,10 @@ def test_in_a_browser(folder, tmp_path, width):
     assert ["training", "training, running mean", "validation"] in result["legends"]
 
 
-@needs_chromium
 @pytest.mark.parametrize("width", [1280, 390])
-def test_a_comparison_in_a_browser(folder, other, tmp_path, width):
-    page = report.write([folder, other], tmp_path / "compare.html").read_text()
-    result = measured(html.escape(page), tmp_path, width)
+def test_a_comparison_in_a_browser(folder, other, browser, tmp_path, width):
+    page = report.write([folder, other], tmp_path / "compare.html")
+    result = measured(browser, page, width)
     assert result["legends"] == [["one", "two"]] * 5
     assert [name for name, _, _ in result["curves"]] == ["one", "two"] * 5
     assert all(w > 0.5 * min(width, 560) and h > 1 for _, w, h in result["curves"])
@@ -478,13 +446,6 @@ def test_many_runs_have_a_colour_and_a_name_each(folder):
         assert len(set(lines)) == 12 and re.findall(r"run \d+", legend) == [r.name for r in runs]
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    tab = Browser(tmp_path_factory.mktemp("profile"))
-    yield tab
-    tab.close()
-
-
 TIP = "document.querySelector('.tip')?.innerText"
 
 
@@ -499,7 +460,6 @@ def point_at(browser, plot, x, y=0.5):
     )
 
 
-@needs_chromium
 @pytest.mark.parametrize("width", [1280, 390])
 def test_values_under_the_cursor_and_other_axes(folder, browser, width):
     browser.open((folder / "report.html").as_uri(), width)
@@ -577,7 +537,6 @@ def test_a_live_page_serves_one_run_to_this_machine(served):
     assert get("content")[0] == 503
 
 
-@needs_chromium
 def test_a_live_page_follows_the_run(folder, served, browser):
     copy, server = served
     browser.open(server.url)
@@ -595,10 +554,9 @@ def test_a_live_page_follows_the_run(folder, served, browser):
     assert browser.complaints == []
 
 
-@needs_chromium
-def test_the_console_shows_errors(tmp_path):
+def test_the_console_shows_errors(browser, tmp_path):
     """A test of the tests above: a page that violates its own policy is noticed."""
     page = tmp_path / "bad.html"
     page.write_text(report.style.page("x", ['<img src="https://example.invalid/x.png">']))
-    _, said = browse(page, tmp_path, 800, "--dump-dom")
-    assert any("Content Security Policy" in line for line in said)
+    browser.open(page.as_uri())
+    assert any("Content Security Policy" in line for line in browser.complaints)

@@ -15,7 +15,6 @@ import pytest
 httpx = pytest.importorskip("httpx")
 uvicorn = pytest.importorskip("uvicorn")
 
-from chromium import PROGRAM, Browser  # noqa: E402
 from starlette.applications import Starlette  # noqa: E402
 from starlette.responses import JSONResponse, StreamingResponse  # noqa: E402
 from starlette.routing import Route  # noqa: E402
@@ -29,9 +28,6 @@ from xtrain.server import page  # noqa: E402
 from xtrain.server.app import create_app  # noqa: E402
 from xtrain.serving import pretrained  # noqa: E402
 
-needs_chromium = pytest.mark.skipif(
-    PROGRAM is None, reason="needs Chromium (apt-get install chromium)"
-)
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SHOTS = os.environ.get("XTRAIN_SHOTS")  # a folder: the tests write pictures of the page into it
 HOSTILE = """<script>window.hit = 1</script><img src=x onerror="window.hit = 1">
@@ -144,13 +140,6 @@ class Script:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     tokenizer = Tokenizer.train(["def f(x):\n    return x + größe\n" * 50], 290)
@@ -185,10 +174,8 @@ WIDE = """document.documentElement.scrollWidth > innerWidth || [...document.quer
   e => e.getBoundingClientRect().right > innerWidth + 1)"""
 
 
-@needs_chromium
 def test_hostile_text_is_only_text(browser, scripted):
     scripted.text = HOSTILE
-    browser.complaints.clear()
     browser.open(scripted.url)
     say(browser, HOSTILE)
     browser.wait(DONE.format(1))
@@ -207,10 +194,8 @@ def test_hostile_text_is_only_text(browser, scripted):
     assert all("Trusted" in text for text in browser.complaints), browser.complaints
 
 
-@needs_chromium
 def test_markdown_while_it_streams(browser, scripted):
     """Every prefix has the blocks of the whole text; nothing is slow or lost, however odd the text is."""
-    browser.complaints.clear()
     browser.open(scripted.url)
     browser.evaluate(f"window.prose = {json.dumps(PROSE)}")
     shape = """(() => { const whole = make('div'), grown = make('div'); showMarkdown(whole, prose);
@@ -232,11 +217,9 @@ def test_markdown_while_it_streams(browser, scripted):
     assert browser.complaints == []
 
 
-@needs_chromium
 def test_a_conversation_by_keys(browser, scripted):
     """Send, new line, stop, regenerate, retry and new chat; wide and narrow, light and dark."""
     scripted.text, scripted.open_end = PROSE, True
-    browser.complaints.clear()
     browser.open(scripted.url)
     browser.evaluate("localStorage.clear()")
     assert browser.evaluate("document.activeElement.id") == "message"
@@ -310,10 +293,8 @@ TALKS = "JSON.parse(localStorage.getItem('talks')).map(t => t.turns.map(u => [u.
 BUTTON = "[...{}.querySelectorAll('button')].find(b => b.textContent == '{}').click()"
 
 
-@needs_chromium
 def test_conversations_are_edited_and_kept(browser, scripted):
     """Editing a question, or answering an early one again, continues in a new conversation; the old one is kept."""
-    browser.complaints.clear()
     browser.open(scripted.url)
     browser.evaluate("localStorage.clear()")
     for number in (1, 2, 3):
@@ -364,10 +345,8 @@ def test_conversations_are_edited_and_kept(browser, scripted):
     assert browser.evaluate(TALKS) == [] and browser.complaints == []
 
 
-@needs_chromium
 def test_thinking_and_tools(browser, scripted):
     """Reasoning is folded, calls are shown, and their results are sent back."""
-    browser.complaints.clear()
     browser.open(scripted.url)
     browser.evaluate("localStorage.clear()")
     function = {"name": "weather", "arguments": ""}
@@ -421,9 +400,7 @@ MATHS = {  # source: what the elements of its MathML are, without mrow
 }
 
 
-@needs_chromium
 def test_maths_and_code(browser, scripted):
-    browser.complaints.clear()
     browser.open(scripted.url)
     tags = "[...maths({}, true).querySelectorAll('*')].map(e => e.tagName).filter(t => t != 'mrow').join(' ')"
     for source, expected in MATHS.items():
@@ -454,7 +431,6 @@ def test_maths_and_code(browser, scripted):
     assert browser.complaints == []
 
 
-@needs_chromium
 def test_an_engine_a_key_and_a_model_without_a_template(browser, folder):
     """The real server: it asks for a key, continues texts, frees the slot of a stopped answer, and shows its figures."""
     p = pretrained.load(folder, "cpu")

@@ -5,7 +5,7 @@ import functools
 from dataclasses import asdict
 
 import pytest
-from checks import rng
+from checks import SLOW, rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_ahead import AheadRunner
@@ -116,7 +116,7 @@ RULES = dict(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2
 REPEATS = dict(logit_bias={7: 3.0}, repetition_penalty=0.9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40 if SLOW else 12, deadline=None)
 @given(st.data())
 def test_any_drafts_and_any_options(data):
     draw = data.draw

@@ -178,11 +178,11 @@ def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> P
                 f"{average.parent} has no moving average of the weights: train with --ema 0.999"
             )
         return average
-    if folder.is_file() and is_gguf(folder):
-        from .gguf_model import folder_of  # imports tokenizers
-
-        return folder_of(folder)
     if not is_folder(folder):
+        if folder.is_file() and is_gguf(folder):
+            from .gguf_model import folder_of  # imports tokenizers
+
+            return folder_of(folder)
         what = "does not exist"
         if folder.exists():
             what = "is a file"
