@@ -23,7 +23,7 @@ def every_kernel(monkeypatch):
     cupy = SimpleNamespace(
         asarray=sim, abs=np.abs, concatenate=np.concatenate, cuda=cuda,
         zeros=lambda *a: sim(np.zeros(*a)), ones=lambda *a: sim(np.ones(*a)), full=lambda *a: sim(np.full(*a)),
-        arange=lambda *a, **k: sim(np.arange(*a, **k)),
+        arange=lambda *a, **k: sim(np.arange(*a, **k)), tile=lambda a, n: sim(np.tile(np.asarray(a), n)),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.syspath_prepend(FOLDER)
