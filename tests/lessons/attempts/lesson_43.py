@@ -1,0 +1,138 @@
+"""Attempts at the exercises of lesson 43: see test_attempts.py."""
+
+
+# %% 43.1 RIGHT: a very negative number, and the mask once
+def softmax_program(program_id, load, store, C, BLOCK):
+    c = np.arange(BLOCK)
+    inside = c < C
+    at = program_id() * C + c
+    x = load(at, inside, -3e38)
+    e = np.where(inside, np.exp(x - np.max(x)), 0)
+    store(at, e / np.sum(e), inside)
+
+
+# %% 43.1 RIGHT: through the logarithm
+def softmax_program(program_id, load, store, C, BLOCK):
+    c = np.arange(BLOCK)
+    row = program_id() * C
+    x = load(row + c, c < C, -np.inf).astype(np.float64)
+    m = x.max()
+    lse = m + np.log(np.exp(x - m).sum())
+    store(row + c, np.exp(x - lse), c < C)
+
+
+# %% 43.1 WRONG: are in the sum
+def softmax_program(program_id, load, store, C, BLOCK):
+    c = np.arange(BLOCK)
+    x = load(program_id() * C + c, c < C, 0)
+    x = np.exp(x - x.max())
+    store(program_id() * C + c, x / x.sum(), c < C)
+
+
+# %% 43.1 WRONG: The maximum is missing
+def softmax_program(program_id, load, store, C, BLOCK):
+    c = np.arange(BLOCK)
+    x = np.exp(load(program_id() * C + c, c < C, -np.inf))
+    store(program_id() * C + c, x / x.sum(), c < C)
+
+
+# %% 43.1 WRONG: one for each element of the block
+def softmax_program(program_id, load, store, C, BLOCK):
+    for c in range(C):
+        x = load(program_id() * C + c, True, 0)
+        store(program_id() * C + c, np.exp(x), True)
+
+
+# %% 43.2 RIGHT: flatten first
+def offset(i, shape, stride):
+    def flat(x):
+        return [x] if isinstance(x, int) else [z for y in x for z in flat(y)]
+
+    total = 0
+    for s, d in zip(flat(shape), flat(stride)):
+        i, c = divmod(i, s)
+        total += c * d
+    return total
+
+
+# %% 43.2 RIGHT: first mode and the rest
+def offset(i, shape, stride):
+    if isinstance(shape, int):
+        return i * stride
+    if len(shape) == 0:
+        return 0
+    n = 1
+    stack = [shape[0]]
+    while stack:
+        top = stack.pop()
+        if isinstance(top, int):
+            n *= top
+        else:
+            stack += top
+    return offset(i % n, shape[0], stride[0]) + offset(i // n, shape[1:], stride[1:])
+
+
+# %% 43.2 WRONG: The LAST mode
+def offset(i, shape, stride):
+    def flat(x):
+        return [x] if isinstance(x, int) else [z for y in x for z in flat(y)]
+
+    total = 0
+    for s, d in zip(flat(shape)[::-1], flat(stride)[::-1]):
+        i, c = divmod(i, s)
+        total += c * d
+    return total
+
+
+# %% 43.2 WRONG: use the strides
+def offset(i, shape, stride):
+    return i
+
+
+# %% 43.2 WRONG: A mode may be a tuple
+def offset(i, shape, stride):
+    if isinstance(shape, int):
+        return i * stride
+    total = 0
+    for s, d in zip(shape, stride):
+        n = int(np.prod(s))
+        total += (i % n) * (d if isinstance(d, int) else d[0] if isinstance(d[0], int) else d[0][0])
+        i //= n
+    return total
+
+
+# %% 43.3 RIGHT: its own offset
+def owned(thread, threads, values):
+    def flat(x):
+        return [x] if isinstance(x, int) else [z for y in x for z in flat(y)]
+
+    def at(i, layout):
+        total = 0
+        for s, d in zip(flat(layout[0]), flat(layout[1])):
+            total += i % s * d
+            i //= s
+        return total
+
+    n = int(np.prod(flat(values[0])))
+    return [at(thread, threads) + at(v, values) for v in range(n)]
+
+
+# %% 43.3 WRONG: The offset of the thread is missing
+# as the attempt above, but:
+# -     return [at(thread, threads) + at(v, values) for v in range(n)]
+# +     return [at(v, values) for v in range(n)]
+
+
+# %% 43.3 WRONG: one thread is asked for
+# as the attempt above, but:
+# -     return [at(thread, threads) + at(v, values) for v in range(n)]
+# +     many = int(np.prod(flat(threads[0])))
+# +     return [at(t, threads) + at(v, values) for t in range(many) for v in range(n)]
+
+
+# %% 43.3 WRONG: exchanged
+# as the attempt above, but:
+# -     n = int(np.prod(flat(values[0])))
+# -     return [at(thread, threads) + at(v, values) for v in range(n)]
+# +     n = int(np.prod(flat(threads[0])))
+# +     return [at(thread, values) + at(v, threads) for v in range(n)]
