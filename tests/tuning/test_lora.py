@@ -17,6 +17,7 @@ from xtrain.export import main as export
 from xtrain.finetune import finetune, main
 from xtrain.formats.tensor_file import read_header
 from xtrain.nn.lora import TARGETS, AdaptedTransformer, Lora
+from xtrain.serving.adapters import add_adapters
 from xtrain.serving.engine import Engine
 from xtrain.serving.pretrained import load as load_for_serving
 from xtrain.training.memory_plan import OUTSIDE, plan
@@ -163,13 +164,74 @@ def test_adapters_of_peft_both_ways(folder, tmp_path):
     np.testing.assert_allclose(mine(ids).numpy(), logits(other), atol=2e-5)
 
 
+OF_PEFT = {
+    "patterns": dict(rank_pattern={"k_proj": 5, "layers.1.self_attn.q_proj": 2}, alpha_pattern={r"layers\.\d.mlp.up_proj": 9}),
+    "patterns, rslora": dict(rank_pattern={"o_proj": 4}, alpha_pattern={"o_proj": 1.5}, use_rslora=True),
+    "dora": dict(use_dora=True, rank_pattern={"v_proj": 1}),
+    "modules": dict(modules_to_save=["lm_head", "embed_tokens"]),
+    "head": dict(target_modules=["lm_head", "down_proj"]),
+    "bias": dict(bias="all", target_modules=["q_proj", "o_proj"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OF_PEFT)
+def test_what_peft_adds_to_a_model(folder, tmp_path, kind):
+    """With other values than at first: of the adapters, magnitudes, biases and saved modules."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = folder
+    if kind == "bias":
+        base = tmp_path / "base"
+        twins.random_model(twins.small(vocab_size=290, qkv_bias=True, qk_norm=False), device="cpu").save_pretrained(base)  # fmt: skip
+    options = dict(r=3, lora_alpha=5, target_modules=list(TARGETS), init_lora_weights=False)
+    options = peft.LoraConfig(**options | OF_PEFT[kind])
+    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), options).eval()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if parameter.requires_grad and "lora_A" not in name:
+                noise = torch.randn(parameter.shape, generator=draw)
+                parameter += 0.1 * parameter.std().nan_to_num(1) * noise
+    theirs.save_pretrained(tmp_path / "theirs")
+    mine = Transformer.from_pretrained(tmp_path / "theirs", "cpu")
+    ids, _ = twins.batch(mine.config, 2, 15)
+    expected = theirs(torch.tensor(ids)).logits.detach().numpy()
+    found = mine(ids).numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    plain = Transformer.from_pretrained(base, "cpu")(ids).numpy()
+    assert abs(plain - expected).max() > 0.05
+    if "patterns" in kind:  # chosen by a request
+        served = Transformer.from_pretrained(base, "cpu")
+        add_adapters(served, {"a": tmp_path / "theirs"})
+        (answer,) = Engine(served, 1).generate([[1, 2, 3]], 9, adapter="a")
+        assert answer == Engine(mine, 1).generate([[1, 2, 3]], 9)[0]
+        return
+    with pytest.raises(UserError, match=r"merge it with `xtrain export --merge`|no matrices for the adapters"):  # fmt: skip
+        add_adapters(Transformer.from_pretrained(base, "cpu"), {"a": tmp_path / "theirs"})
+
+
+def test_tied_weights_have_no_adapters_of_their_own(tmp_path):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    twins.random_model(twins.small(tie_embeddings=True), device="cpu").save_pretrained(tmp_path / "base")  # fmt: skip
+    for i, options in enumerate((dict(modules_to_save=["embed_tokens"]), dict(modules_to_save=["lm_head"]))):  # fmt: skip
+        options = peft.LoraConfig(r=3, target_modules=["q_proj"], **options)
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        peft.get_peft_model(theirs, options).save_pretrained(tmp_path / str(i))
+        with pytest.raises(UserError, match="no matrices for the adapters"):
+            Transformer.from_pretrained(tmp_path / str(i))
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
         ({"peft_type": "IA3"}, "'IA3' is not supported"),
-        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"lora_bias": True}, "lora_bias True is not supported"),
+        ({"rank_pattern": {"q_proj": 0}}, "must be positive numbers"),
+        ({"rank_pattern": {"q_proj": 5}}, "do not fit the model: .* with rank 5"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"r": 0}, "must be positive numbers"),
         ({"r": 8}, "do not fit the model: .* with rank 8"),
         ({"base_model_name_or_path": None}, "names no model"),

@@ -3,19 +3,25 @@
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight      a (r, I)
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight      b (O, r)
 
-The weight w of q_proj becomes w + factor b a. The config names the folder of the model to which the
+    base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector   m (O,), with use_dora
+    base_model.model.lm_head.weight                                     in place of the model's: a bias,
+                                                                        or one of modules_to_save
+
+The weight w of q_proj becomes w + factor b a, and with m each row of that gets the norm m. Rank and
+alpha may differ by matrix (rank_pattern, alpha_pattern). The config names the folder of the model to which the
 adapters belong. A folder with adapters can be given wherever a model's folder can: they are added
 to the weights while these are read.
 """
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
 from ..json_files import listed, read_json
-from .architectures import VARIATION, architecture_of
+from .architectures import HEAD, TABLE, VARIATION, architecture_of
 from .saved_runs import CONFIG, model_folder
 from .tensor_file import LowRank, Stored, read_header, write_safetensors
 
@@ -23,6 +29,12 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 DRAFT_HEADS = "XTRAIN_DRAFT_HEADS"  # peft_type of what is not LoRA: nn/draft_heads.py
+A = ".lora_A.weight"
+B = ".lora_B.weight"
+MAGNITUDE = ".lora_magnitude_vector"
+PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
+# what `merged` can do with a model, and adapters that are trained or switched cannot
+MERGED = PATTERNS | {"use_dora", "bias", "modules_to_save"}
 # keys of adapter_config.json that change the result -> the values that mean "not used"
 UNUSED: dict[str, tuple] = {
     "use_dora": (False, None),
@@ -83,8 +95,40 @@ def source_of(folder: Path, *names: str) -> Path:
     return base_folder(folder)
 
 
-def read_rank(folder: Path) -> tuple[int, float]:
-    """Return the rank and the factor of b a. Raises UserError for what xtrain does not support."""
+@dataclass(frozen=True)
+class Ranks:
+    """The rank and alpha of each matrix.
+
+    rank, alpha: of all that have none in a pattern.
+    ranks, alphas: {regular expression of the end of a name: number}; the first that fits decides.
+    by_root: the factor is alpha / sqrt(rank), not alpha / rank.
+    """
+
+    rank: int
+    alpha: float
+    ranks: dict[str, int]
+    alphas: dict[str, float]
+    by_root: bool
+
+    def of(self, name: str) -> tuple[int, float]:
+        """Return the rank and the factor of b a of a matrix: "model.layers.0.self_attn.q_proj"."""
+        rank = _first_match(self.ranks, name, self.rank)
+        alpha = _first_match(self.alphas, name, self.alpha)
+        return rank, alpha / (rank**0.5 if self.by_root else rank)
+
+
+def _first_match(pattern: dict[str, Any], name: str, default: Any) -> Any:
+    for key, value in pattern.items():
+        if re.match(rf"(.*\.)?({key})$", name):
+            return value
+    return default
+
+
+def read_ranks(folder: Path, supported: frozenset[str] = frozenset()) -> Ranks:
+    """Return the ranks of the adapters in a folder. Raises UserError for what is not supported.
+
+    supported: keys of UNUSED that the caller can use.
+    """
     path = folder / ADAPTER_CONFIG
     content = read_json(path)
     if content.get("peft_type") == DRAFT_HEADS:
@@ -95,13 +139,29 @@ def read_rank(folder: Path) -> tuple[int, float]:
     if content.get("peft_type") != "LORA":
         raise UserError(f"{path}: peft_type {content.get('peft_type')!r} is not supported, LORA is")
     for key, values in UNUSED.items():
-        if key in content and content[key] not in values:
-            raise UserError(f"{path}: {key} {content[key]!r} is not supported: merge it with peft")
+        if key in content and content[key] not in values and key not in supported:
+            how = "merge it with peft"
+            if key in MERGED:
+                how = "merge it with `xtrain export --merge`"
+            raise UserError(f"{path}: {key} {content[key]!r} is not supported here: {how}")
+    ranks = content.get("rank_pattern") or {}
+    alphas = content.get("alpha_pattern") or {}
     r: Any = content.get("r")
     alpha: Any = content.get("lora_alpha")
-    if not (type(r) is int and r > 0 and type(alpha) in (int, float) and 0 < alpha < 1e6):
+    if not isinstance(ranks, dict) or not isinstance(alphas, dict):
+        raise UserError(f"{path}: rank_pattern and alpha_pattern must be objects")
+    all_ranks = [r, *ranks.values()]
+    all_alphas = [alpha, *alphas.values()]
+    are_ranks = all(type(x) is int and x > 0 for x in all_ranks)
+    if not (are_ranks and all(type(x) in (int, float) and 0 < x < 1e6 for x in all_alphas)):
         raise UserError(f"{path}: r {r!r} and lora_alpha {alpha!r} must be positive numbers")
-    return r, alpha / (r**0.5 if content.get("use_rslora") else r)
+    return Ranks(r, alpha, ranks, alphas, bool(content.get("use_rslora")))
+
+
+def read_rank(folder: Path) -> tuple[int, float]:
+    """Return the rank and the factor of b a, the same for all matrices. Raises UserError for what
+    cannot be trained."""
+    return read_ranks(folder).of("")
 
 
 def read_adapters(folder: Path) -> dict[str, Stored]:
@@ -120,32 +180,41 @@ def read_targets(folder: Path) -> set[str]:
     return {name.split(".")[-3] for name in read_adapters(folder)}
 
 
-def merged(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
+def merged(stored: dict[str, Stored], folder: Path, tied: bool) -> dict[str, Stored]:
     """Add the adapters in `folder` to a model's tensors, on reading.
 
+    tied: the model has one matrix as embedding and head, which adapters would divide.
     Raises UserError if they do not fit.
     """
-    rank, factor = read_rank(folder)
+    ranks = read_ranks(folder, MERGED)
     adapters = read_adapters(folder)
-    updated = dict(stored)
     unused = set(adapters)
-    for name in [n for n in adapters if n.endswith(".lora_A.weight")]:
-        other = name.replace(".lora_A.", ".lora_B.")
-        target = name.replace(".lora_A.", ".")
-        w = stored.get(target)
-        a = adapters[name]
-        b = adapters.get(other)
+    updated = {n: w for n, w in stored.items() if not (tied and n in (TABLE, HEAD))}
+    for name, tensor in adapters.items():  # a bias, or of modules_to_save
+        target = name.replace(".base_layer.", ".")
+        if target in updated and tensor.shape == updated[target].shape:
+            updated[target] = tensor
+            unused.remove(name)
+    for name in [n for n in adapters if n.endswith(A)]:
+        module = name.removesuffix(A)
+        target = f"{module}.weight"
+        w = updated.get(target)
+        b = adapters.get(module + B)
         if w is None or b is None:
             continue
+        rank, factor = ranks.of(module)
+        a = adapters[name]
+        m = adapters.get(module + MAGNITUDE)
         fits = len(w.shape) == 2 and a.shape == (rank, *w.shape[1:])
+        fits = fits and (m is None or m.shape == w.shape[:1])
         if not fits or b.shape != (w.shape[0], rank):
             shapes = f"{a.shape} and {b.shape} with rank {rank}, {target} {w.shape}"
             raise UserError(f"{folder}: the adapters do not fit the model: {name} has {shapes}")
-        updated[target] = replace(w, update=LowRank(a, b, factor))
-        unused -= {name, other}
+        updated[target] = replace(w, update=LowRank(a, b, factor, m))
+        unused -= {name, module + B, module + MAGNITUDE}
     if unused:
         raise without_matrices(folder, unused)
-    return updated
+    return stored | updated
 
 
 def without_matrices(folder: Path, unused: set[str]) -> UserError:

@@ -125,7 +125,7 @@ def open_weights(folder: Path, variation: bool = False) -> tuple[ModelConfig, di
     tensors = _find_tensors(base)
     content = _content(base)
     if base != folder:
-        tensors = merged(tensors, folder)
+        tensors = merged(tensors, folder, config.tie_embeddings)
         verify_weights(folder)
     stored = translate(content, tensors)
     if not variation:

@@ -32,19 +32,30 @@ DTYPE_NAMES = {dtype.name: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class LowRank:
-    """factor b a, b (O, r) and a (r, I): what LoRA adapters add to a matrix (O, I)."""
+    """What LoRA adapters make of a matrix w (O, I): v = w + factor b a, b (O, r) and a (r, I).
+
+    magnitude: (O,), the norm that each row of v gets (DoRA, Liu et al. 2024); None: that it has.
+    """
 
     a: "Stored"
     b: "Stored"
     factor: float
+    magnitude: "Stored | None" = None
 
     def rows(self, first: int, n: int) -> "LowRank":
         """Return n rows of the matrix, from `first` on."""
-        return replace(self, b=self.b.rows(first, n, self.b.name))
+        m = self.magnitude
+        if m is not None:
+            m = m.rows(first, n, m.name)
+        return replace(self, b=self.b.rows(first, n, self.b.name), magnitude=m)
 
-    def read(self) -> np.ndarray:
-        """Return the product in float32. Raises UserError as Stored.read_finite."""
-        return np.float32(self.factor) * (self.b.read_finite() @ self.a.read_finite())
+    def added_to(self, w: np.ndarray) -> np.ndarray:
+        """Return the matrix in float32. Raises UserError as Stored.read_finite."""
+        v = w + np.float32(self.factor) * (self.b.read_finite() @ self.a.read_finite())
+        if self.magnitude is None:
+            return v
+        norm = np.linalg.norm(v, axis=1)
+        return v * (self.magnitude.read_finite() / np.where(norm == 0, 1, norm))[:, None]
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,7 @@ class Stored:
     shape: tuple[int, ...]
     start: int  # offset of its data in the file, in bytes
     scale: float = 1.0  # by which the values are multiplied on reading
-    update: LowRank | None = None  # added before that
+    update: LowRank | None = None  # applied before that
     offset: float = 0.0  # added after it
 
     @property
@@ -77,7 +88,7 @@ class Stored:
         """Return the values in float32. Raises UserError if the file cannot be read."""
         values = self._in_file().astype(np.float32, copy=False)
         if self.update is not None:
-            values = values + self.update.read()
+            values = self.update.added_to(values)
         if self.scale != 1:
             values = values * np.float32(self.scale)
         if self.offset:

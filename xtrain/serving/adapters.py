@@ -16,7 +16,15 @@ import numpy as np
 
 from ..device import Array, to_device
 from ..errors import UserError
-from ..formats.adapters import is_adapter, read_adapters, read_rank, without_matrices
+from ..formats.adapters import (
+    PATTERNS,
+    A,
+    B,
+    is_adapter,
+    read_adapters,
+    read_ranks,
+    without_matrices,
+)
 from ..json_files import listed
 from ..kernels import gemm
 from ..kernels.decoding.adapter_columns import keep_own_columns
@@ -159,17 +167,18 @@ def _matrices(folder: Path, scales: Mapping[str, float]) -> Matrices:
     """Return those of a folder with adapters, by the names of w. scales: Transformer.scales"""
     if not is_adapter(folder):
         raise UserError(f"{folder} holds no adapters of PEFT: give their folder")
-    _, factor = read_rank(folder)
+    ranks = read_ranks(folder, PATTERNS)
     stored = read_adapters(folder)
     found = {}
     unused = set(stored)
     for name in stored:
-        other = name.replace(".lora_A.", ".lora_B.")
-        if other != name and other in stored:
-            w = name.replace(".lora_A.", ".")
-            b = np.float32(factor * scales.get(w, 1.0)) * stored[other].read_finite()
+        module = name.removesuffix(A)
+        if module != name and module + B in stored:
+            w = f"{module}.weight"
+            _, factor = ranks.of(module)
+            b = np.float32(factor * scales.get(w, 1.0)) * stored[module + B].read_finite()
             found[w] = (stored[name].read_finite(), b)
-            unused -= {name, other}
+            unused -= {name, module + B}
     if unused:
         raise without_matrices(folder, unused)
     return found
