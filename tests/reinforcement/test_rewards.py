@@ -361,3 +361,5 @@ def test_several_rewards_are_weighted_and_logged(folder, tmp_path, task):
         for name in ("reward", "short"):
             values = [x[name] for x in own if x[name] is not None]
             assert abs(m[f"rewards/{name}"] - sum(values) / len(values)) < 1e-12
+    page = (run / "report.html").read_text()
+    assert "Rewards of the tasks" in page and "Turns" not in page

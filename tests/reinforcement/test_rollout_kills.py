@@ -132,6 +132,8 @@ def test_one_step_off_policy_resumes_with_the_same_bits(folder, tmp_path):
     whole = reinforce(config_of(folder, tmp_path, name="whole", **options), SILENT)
     lines = [m for m in metrics(whole) if "loss" in m]
     assert [m["ratio_error"] > 0 for m in lines] == [False, True, True, True]
+    page = (whole / "report.html").read_text()
+    assert "from the weights one step before" in page and "Turns" in page
     assert lines[0]["rollout_kl"] == 0 < min(m["rollout_kl"] for m in lines[1:])
     rows = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
     assert [x["step"] for x in rows] == [step for step in (1, 2, 3, 4) for _ in range(8)]

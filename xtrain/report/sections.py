@@ -133,6 +133,12 @@ def rewards(run: Record) -> str:
             "Log-probabilities of rollouts and training differ: the ratio of a first update was "
             f"off by up to {max(measured, default=0):.2g}."
         )
+    if run.section("train").get("off_policy"):
+        text = (
+            "The completions of a step come from the weights one step before (--off-policy): a "
+            f"ratio was off by up to {max(measured, default=0):.2g}."
+        )
+    tasks = sorted({name for m in run.metrics for name in m if name.startswith("rewards/")})
     shown = [
         chart(
             run,
@@ -141,6 +147,15 @@ def rewards(run: Record) -> str:
             Curve("rollouts", reward, palette(0), "faint"),
             Curve("rollouts, running mean", running_mean(reward), palette(0)),
             Curve("validation", run.points("val_reward"), palette(1), "dots"),
+        ),
+        chart(
+            run,
+            "Rewards of the tasks",
+            "mean of a step, without the weights",
+            *(
+                Curve(name.partition("/")[2], run.points(name), color)
+                for name, color in zip(tasks, colors(len(tasks)))
+            ),
         ),
         chart(
             run,
@@ -154,6 +169,12 @@ def rewards(run: Record) -> str:
             "Completions",
             "tokens",
             Curve("mean length", run.points("completion_tokens"), palette(2)),
+        ),
+        chart(
+            run,
+            "Turns",
+            "of the model in a conversation",
+            Curve("mean", run.points("turns"), palette(1)),
         ),
         chart(
             run,
