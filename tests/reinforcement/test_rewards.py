@@ -363,3 +363,5 @@ def test_several_rewards_are_weighted_and_logged(folder, tmp_path, task):
             assert abs(m[f"rewards/{name}"] - sum(values) / len(values)) < 1e-12
     page = (run / "report.html").read_text()
     assert "Rewards of the tasks" in page and "Turns" not in page
+    more = ["--resume", "--steps", "4", "--allow-change", "steps"]
+    assert main(["--out", str(tmp_path), "--name", "run", *more]) == 0, "the name is enough"

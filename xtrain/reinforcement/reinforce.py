@@ -27,8 +27,8 @@ whole vocabulary; top-p, top-k and min-p only change how completions are drawn. 
 log-probabilities of the rollouts are those after truncation, and importance sampling corrects for
 the difference.
 
-Random numbers of a completion follow from the seed, the number of its prompt in the run and its
-number in the group. So a resumed run draws the same completions.
+Random numbers of a completion follow from the seed, the number of its prompt in the run, its number
+in the group, and that of its turn. So a resumed run draws the same completions.
 """
 
 import contextlib

@@ -395,13 +395,13 @@ def _one_path(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Is a value from JSON of this type? hint: a type, a union of types, a Literal, or tuple[str,
-    ...]."""
+    """Is a value from JSON of this type? hint: a type, a union of types, a Literal, or a tuple of as
+    many values of one type as there are."""
     parts = get_args(hint)
     if get_origin(hint) is Literal:
         return value in parts
     if get_origin(hint) is tuple:
-        return isinstance(value, list) and all(isinstance(x, str) for x in value)
+        return isinstance(value, list) and all(_has_type(x, parts[0]) for x in value)
     if parts:
         return any(_has_type(value, part) for part in parts)
     return type(value) in ((int, float) if hint is float else (hint,))
