@@ -221,7 +221,7 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{module}:{name}" if is_found else ""
 
 
-def described(error: Exception) -> str:
+def described(error: BaseException) -> str:
     """Return an error in a user's function on one line: its type, its message, and the innermost
     line that is not xtrain's."""
     own = str(Path(__file__).parent)

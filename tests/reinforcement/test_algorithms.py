@@ -6,6 +6,7 @@ import threading
 import types
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from examples import high_entropy
 from xtrain.errors import UserError
 from xtrain.reinforce import main, reinforce
 from xtrain.reinforcement.algorithms import ALGORITHMS, find_algorithm
-from xtrain.reinforcement.grpo import of_tokens
+from xtrain.reinforcement.grpo import GRPO, of_tokens
 from xtrain.reinforcement.options import ReinforceConfig
 from xtrain.reinforcement.surrogate import Rewarded, surrogate
 
@@ -199,6 +200,27 @@ def test_an_algorithm_of_yours(folder, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"'ppo' is not known: choose from grpo, .*MODULE:NAME"):
         find_algorithm("ppo")
     assert main(["--resume", "--out", str(tmp_path), "--name", run.name, "--algorithm", "rloo"]) == 2  # fmt: skip
+
+
+BAD_ALGORITHMS = {
+    r"objective raised ZeroDivisionError \(.*\) at test_algorithms.py:\d+": {"objective": lambda x: 1 / 0},
+    r"objective returned an array of shape \(3,\), not \(\d+,\)": {"objective": lambda x: (x.now, x.now[:3])},
+    r"objective returned 5, not an Objective": {"objective": lambda x: 5},
+    r"advantages returned an array of shape \(2,\), not \(2, 4\) or \(2, 4, \d+\)": {"advantages": lambda x: x.rewards[:, 0]},
+    r"advantages returned 'a', not an array of numbers": {"advantages": lambda x: "a"},
+    r"weights returned numbers that are not finite": {"weights": lambda x: x.rewards * np.nan},
+    r"kl is 'no': choose 'loss' or 'reward'": {"kl": "no"},
+    r"sets clip, lr: it may set clip_ratio, ": {"options": {"lr": 1, "clip": 2}},
+    r"--clip-ratio must be between 0 and 1, got 3": {"options": {"clip_ratio": 3}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", BAD_ALGORITHMS)
+def test_a_bad_algorithm_is_one_sentence(words, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(high_entropy, "ALGORITHM", replace(GRPO, **BAD_ALGORITHMS[words]))
+    with pytest.raises(UserError, match=words) as caught:
+        run_of(folder, tmp_path, algorithm="examples.high_entropy:ALGORITHM")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -22,6 +22,7 @@ from xtrain.reinforcement.environment import Environment, Turns
 from xtrain.reinforcement.episodes import Player
 from xtrain.reinforcement.prompts import Prompt
 from xtrain.reinforcement.reinforce import ReinforceConfig
+from xtrain.serving.requests import Completion
 from xtrain.tuning.rows import rows_of
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -192,6 +193,25 @@ def test_an_environment_that_fails(chat, tmp_path, module, capsys):
     assert "the environment a_game:reply returned 3, not a message" in capsys.readouterr().err
     shares = {m.get("without_reward", 0.0) for m in metrics(run) if "loss" in m}
     assert shares <= {0.0, 0.5} and 0.5 in shares
+
+
+def test_what_a_reply_may_not_be(module):
+    prompt = Prompt("line 1", [1], {"prompt": "a", "seen": []})
+    for reply in (5, ("a",), {"role": "user"}, {"role": "user", "content": None}, "\ud800"):
+        module.reply = lambda record, messages, reply=reply: record["seen"].append(1) or reply
+        (error,) = Environment("a_game:reply").replies([(prompt, [])], Limits())
+        assert "not a message (a text, or role and content) for line 1" in str(error)
+    assert prompt.fields["seen"] == []
+
+
+def test_a_stop_string_with_a_special_token_inside(chat):
+    """A text that is compared leaves special tokens out, and a text that is shown has them."""
+    tokenizer = Tokenizer.load(chat)
+    player = Player(None, Turns(tokenizer, None, frozenset()), ("xy",), 9)
+    turn = Completion()
+    turn += [*tokenizer.encode("a x"), *tokenizer.encode("<|stop 1|>"), *tokenizer.encode("y")]
+    turn.reason = "stop"
+    assert player._said(turn) == "a x<|stop 1|>y"
 
 
 def test_what_the_command_refuses(chat, tmp_path, module, capsys):

@@ -137,12 +137,51 @@ def test_what_a_call_may_return(task):
         ([1, 10**400], r"returned \[1, 1000"),
         (map(lambda x: x, [1.0, math.inf]), "returned the reward inf"),
         (map(lambda x: 1 / x, [1, 0]), "raised ZeroDivisionError"),
+        ("10", "returned '10', not a list of numbers"),
+        ([Unreadable(), 1], r"returned \[<.*>, 1\], not a list of numbers"),
     ):
         task.reward = lambda *_, returned=returned: returned
         with pytest.raises(CallError, match=words):
             call()
     task.reward = lambda *_: map(float, [1, 2])
     assert call() == [1.0, 2.0]
+
+
+class Unreadable:
+    def __float__(self):
+        raise RuntimeError("a bug")
+
+
+def test_an_error_that_is_no_exception(task):
+    """asyncio.CancelledError is none. Ctrl-C stays one."""
+
+    async def cancelled(record, texts):
+        raise asyncio.CancelledError
+
+    def interrupted(record, texts):
+        raise KeyboardInterrupt
+
+    task.reward = cancelled
+    with pytest.raises(CallError, match=r"raised CancelledError \(\) at .* for x.jsonl line 3"):
+        rewards("a")
+    task.reward = lambda *_: asyncio.run(cancelled(*_))
+    with pytest.raises(CallError, match=r"raised CancelledError"):
+        rewards("a")
+    task.reward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        rewards("a")
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_function_cannot_change_the_data(task, batched):
+    """Otherwise a resumed run, which reads the file again, would have other rewards."""
+    fields = {"prompt": "a", "answers": ["b"]}
+    group = group_of(Prompt("x.jsonl line 3", [1], fields), "a")
+    task.reward = lambda record, texts: [record["answers"].append("c") or 1.0]
+    if batched:
+        task.reward = lambda prompts, answers, **more: [answers[0].append("c") or 1.0]
+    assert list(Task("a_reward_task:reward").rewards([group], 1, Limits())) == [[1.0]]
+    assert fields["answers"] == ["b"]
 
 
 BAD_TASKS = {

@@ -21,11 +21,12 @@ compares them. Deviations divide by G - 1 there, so they do in these.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from ..errors import UserError
-from ..options import find_object
+from ..options import described, find_object, one_line
 from .grpo import GRPO, advantages_of, clipped
 from .surrogate import Algorithm, Objective, Rewarded, Tokens
 
@@ -129,4 +130,50 @@ def find_algorithm(name: str) -> Algorithm:
             f"--algorithm {name} is not an xtrain.reinforcement.surrogate.Algorithm: name one, or "
             f"choose from {names}"
         )
-    return found
+    return checked(found, name)
+
+
+def checked(algorithm: Algorithm, name: str) -> Algorithm:
+    """Return a user's algorithm with functions that raise UserError where its own fail, or return
+    arrays of another shape or numbers that are not finite.   name: for the message."""
+
+    def call(field: str, argument: Any) -> Any:
+        try:
+            return getattr(algorithm, field)(argument)
+        except (Exception, SystemExit) as error:
+            raise failure(field, f"raised {described(error)}") from error
+
+    def failure(field: str, what: str) -> UserError:
+        return UserError(f"--algorithm {name}: {field} {what}: fix the function")
+
+    def array(field: str, x: Any, *shapes: tuple[int, ...]) -> np.ndarray:
+        try:
+            x = np.asarray(x, np.float64)
+        except (TypeError, ValueError):
+            raise failure(field, f"returned {one_line(repr(x))}, not an array of numbers") from None
+        if x.shape not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise failure(field, f"returned an array of shape {x.shape}, not {expected}")
+        return x
+
+    def of_step(field: str, step: Rewarded, *shapes: tuple[int, ...]) -> np.ndarray:
+        x = array(field, call(field, step), *shapes)
+        if not np.isfinite(x).all():
+            raise failure(field, "returned numbers that are not finite")
+        return x
+
+    def advantages(step: Rewarded) -> np.ndarray:
+        return of_step("advantages", step, step.rewards.shape, step.counted.shape)
+
+    def weights(step: Rewarded) -> np.ndarray:
+        return of_step("weights", step, step.rewards.shape)
+
+    def objective(tokens: Tokens) -> Objective:
+        found = call("objective", tokens)
+        if not (isinstance(found, tuple) and len(found) == len(Objective._fields)):
+            raise failure("objective", f"returned {one_line(repr(found))}, not an Objective")
+        return Objective(*(array("objective", x, tokens.now.shape) for x in found))
+
+    if algorithm.kl not in ("loss", "reward"):
+        raise UserError(f"--algorithm {name}: kl is {algorithm.kl!r}: choose 'loss' or 'reward'")
+    return replace(algorithm, advantages=advantages, objective=objective, weights=weights)

@@ -89,14 +89,18 @@ class UserFunction:
                 if isinstance(found, Iterator):  # a generator or a map: it computes when it is read
                     found = list(found)
                 return found
-        except (Exception, SystemExit, TooLong) as error:
+        except (KeyboardInterrupt, Interrupted):
+            raise
+        except BaseException as error:  # asyncio.CancelledError is no Exception
             return self._failed(error, call, limits)
 
     def _together(self, calls: Sequence[Call], limits: Limits) -> list[Any]:
         async def guarded(call: Call) -> Any:
             try:
                 return await self.function(*call.arguments, **call.named)
-            except (Exception, SystemExit, TooLong) as error:
+            except (KeyboardInterrupt, Interrupted):
+                raise
+            except BaseException as error:
                 return self._failed(error, call, limits)
 
         async def limited(call: Call) -> Any:
@@ -123,7 +127,6 @@ class UserFunction:
         elif isinstance(error, SystemExit):
             what = f"called sys.exit({error.code!r})"
         else:
-            assert isinstance(error, Exception)
             what = f"raised {described(error)}"
         failure = self.failure(what, call.where)
         failure.__cause__ = error

@@ -48,7 +48,7 @@ class Environment(UserFunction):
         """Yield the next messages of each conversation, none at its end, or the error of the call.
         Raises calls.Interrupted."""
         calls = [
-            Call(prompt.where, (dict(prompt.fields), copy.deepcopy(messages)))
+            Call(prompt.where, (copy.deepcopy(prompt.fields), copy.deepcopy(messages)))
             for prompt, messages in conversations
         ]
         for call, found in zip(calls, self.results(calls, limits)):
@@ -63,12 +63,21 @@ class Environment(UserFunction):
         messages = [{"role": "user", "content": x} if isinstance(x, str) else x for x in messages]
         for message in messages:
             fields = message if isinstance(message, dict) else {}
-            if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+            if not all(is_text(fields.get(name)) for name in ("role", "content")):
                 what = (
                     f"returned {one_line(repr(found))}, not a message (a text, or role and content)"
                 )
                 return self.failure(what, where)
         return messages
+
+
+def is_text(value: Any) -> bool:
+    """Return True for a string without half a surrogate pair."""
+    try:
+        value.encode()
+    except (AttributeError, UnicodeEncodeError):
+        return False
+    return isinstance(value, str)
 
 
 class Turns:

@@ -196,7 +196,9 @@ class Player:
         text = self.turns.tokenizer.decode(turn)
         if turn.reason != "stop":
             return text
-        return text[: min(text.find(x) for x in self.stop_strings if x in text)]
+        # a special token may stand inside: TextStream finds the string, for it leaves them out
+        ends = [text.find(x) for x in self.stop_strings if x in text]
+        return text[: min(ends, default=len(text))]
 
     def _ask(
         self,

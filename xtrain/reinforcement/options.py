@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from ..errors import UserError
+from ..json_files import listed
 from ..kernels.decoding.sampling import Sampling
 from ..run_options import RESUME_KEYS, need_positive
 from ..tuning.finetune import AdapterOptions
@@ -191,10 +192,18 @@ class ReinforceConfig(AdapterOptions):
 
     def with_algorithm(self, algorithm: Algorithm) -> "ReinforceConfig":
         """Return the config with every option that the algorithm decides."""
+        unknown = algorithm.options.keys() - OF_ALGORITHM.keys()
+        if unknown:
+            raise UserError(
+                f"--algorithm {self.algorithm} sets {listed(sorted(unknown))}: it may set "
+                f"{listed(list(OF_ALGORITHM))}"
+            )
         given = {name: getattr(self, name) for name in OF_ALGORITHM}
         options = OF_ALGORITHM | algorithm.options
         options |= {name: value for name, value in given.items() if value is not None}
-        return replace(self, **options)
+        config = replace(self, **options)
+        config.validate()
+        return config
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -116,7 +116,7 @@ class Task(UserFunction):
         return {x: value for x, value in named.items() if self.any_name or x in self.parameters}
 
     def _call(self, group: Group, step: int) -> Call:
-        arguments = (dict(group.prompt.fields), [x.text for x in group.episodes])
+        arguments = (copy.deepcopy(group.prompt.fields), [x.text for x in group.episodes])
         return Call(group.prompt.where, arguments, self._accepted(group.extras(step)))
 
     def _of_a_batch(
@@ -124,7 +124,9 @@ class Task(UserFunction):
     ) -> Iterator[list[float] | CallError]:
         prompts = [group.prompt for group in groups for _ in group.episodes]
         columns = dict.fromkeys(name for x in prompts for name in x.fields)
-        named: dict[str, Any] = {name: [x.fields.get(name) for x in prompts] for name in columns}
+        named: dict[str, Any] = {}
+        for name in columns:
+            named[name] = [copy.deepcopy(x.fields.get(name)) for x in prompts]
         named["prompts"] = [x.asked if x.conversation else x.fields.get("prompt") for x in prompts]
         named["completions"] = [x for group in groups for x in group.completions()]
         extras = [group.extras(step) for group in groups]
@@ -149,8 +151,10 @@ class Task(UserFunction):
         if isinstance(found, CallError):
             return found
         try:
+            if isinstance(found, (str, bytes, dict)):  # "101" is no list of three rewards
+                raise TypeError
             rewards = [math.nan if x is None else float(x) for x in found]
-        except (TypeError, ValueError, OverflowError):
+        except Exception:  # the user's types may raise anything
             what = f"returned {one_line(repr(found))}, not a list of numbers,"
             return self.failure(what, where)
         if len(rewards) != n:
