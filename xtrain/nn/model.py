@@ -336,7 +336,7 @@ class Transformer(Module):
 
     def sequences(self, B: int, T: int) -> Sequences:
         """Return the description of rows that are B sequences of T tokens."""
-        local = self.rotary.local and self.rotary.local(T)
+        local = self.rotary.local(T) if self.rotary.local else None
         return Sequences(B, T, *self.rotary(T), self.branch_dtype, self.recompute, local=local)
 
     def packed_sequences(self, starts: Array, shape: tuple[int, int]) -> PackedSequences:
