@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from checks import GPU
+from checks import GPU, SLOW
 from run_ahead import AheadRunner
 from twins import random_model, small
 
@@ -396,7 +396,10 @@ def test_ctrl_c_between_any_two_statements(way):
     expected = (alone[0], [], 0, [0, 1, 2, 3])
     lines, result = interrupt_at(model, None, 0)
     assert result == expected and len(set(lines)) > 100
-    for line in sorted(set(lines)):
+    chosen = sorted(set(lines))
+    if way != "ahead" and not SLOW:  # a third of the last times
+        chosen = chosen[::3]
+    for line in chosen:
         visit = 1 if way == "ahead" else lines.count(line)  # the first or the last time
         ran, result = interrupt_at(model, line, visit)
         assert ran.count(line) == visit and result == expected, f"line {line}, time {visit}"

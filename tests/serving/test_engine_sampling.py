@@ -262,7 +262,7 @@ def test_in_the_simulator(way):
     there, here = pair()
     bias = {3: 1.0, 20: -100.0}
     options = dict(
-        max_new_tokens=[4, 3], temperature=[0.0, 1.0], min_p=0.05, seed=3, repetition_penalty=1.5
+        max_new_tokens=[3, 2], temperature=[0.0, 1.0], min_p=0.05, seed=3, repetition_penalty=1.5
     )
     options |= dict(presence_penalty=[0.5, 0.0], logit_bias=[None, bias], logprobs=[None, 2])
     options |= dict(min_new_tokens=2, stop=range(9), allowed_token_ids=[None, set(range(2, 15))])

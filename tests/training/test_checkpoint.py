@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from checks import rng
+from checks import SLOW, rng
 from faults import Fault, SmallDisk, error
 from rich.console import Console
 from runs import assert_same_run, checkpoints, metrics, options, run
@@ -289,8 +289,11 @@ def test_any_value_in_the_state_works_or_is_a_user_error(tmp_path):
     text, outcomes = (saved / "state.json").read_text(), {True: 0, False: 0}
     paths = [(name,) for name in state]
     paths += [(a, b) for a in ("loader", "logs", "made_on", "options") for b in state[a]]
-    for path in paths:
-        for value in (*VALUES, KeyError):
+    for i, path in enumerate(paths):
+        values = (*VALUES, KeyError)
+        if path[0] == "options" and not SLOW:
+            values = values[i % 3 :: 3]
+        for value in values:
 
             def change(state, path=path, value=value):
                 for name in path[:-1]:

@@ -22,8 +22,13 @@ WGMMA = not GPU or fits_exactly(to_kernel(np.zeros((1, 192), BF16)), 64)
 pytestmark = pytest.mark.skipif(not WGMMA, reason="for GPUs where training uses wgmma")  # 9.0
 
 
+def some_heads(H, G):
+    """The heads that the simulator computes in training: those at the ends of tiles, if they share a key head."""
+    return range(H) if GPU or G > 1 else [h for h in range(H) if h in (0, 1, 7, 8, 15, 16, H - 1)]
+
+
 def trained(D, H, G, T, norm, window, seed=0):
-    """-> qkv (T, P), norm weights, tables of angles, and training's k, v (T, G, D), o (T, H D)."""
+    """-> qkv (T, P), norm weights, tables of angles, and training's k, v (T, G, D), o (T, some_heads D)."""
     random = rng(seed, D, H, T)
     qkv = random.standard_normal((T, (H + 2 * G) * D)).astype(BF16)
     weights = (
@@ -34,6 +39,7 @@ def trained(D, H, G, T, norm, window, seed=0):
     q, k, v, _ = qk_norm_rope_fwd(*map(put, (qkv, *weights, *angles)), H, G, T, EPS)
     bounds = KeyBounds(window) if window else UNBOUNDED
     q, k4, v4 = (x.reshape(1, T, -1, D) for x in (q, k, v))
+    q = to_kernel(to_host(q)[:, :, list(some_heads(H, G))])
     with batch_invariant():
         o, _ = flash_attention_fwd(q, k4, v4, D**-0.5, True, bounds)
     return qkv, weights, angles, to_host(k), to_host(v).reshape(T, G, D), to_host(o).reshape(T, -1)
@@ -91,8 +97,9 @@ def test_a_decoding_step_has_the_bits_of_training(case):
     D, H, G, T, norm, positions, S, window = case
     given = trained(D, H, G, T, norm, window)
     o, (k_cache, v_cache), tables = decoded(given, positions, S, window, idle=True)
+    heads = list(some_heads(H, G))
     for b, t in enumerate(positions):
-        assert np.array_equal(o[b], given[-1][t]), t
+        assert np.array_equal(o[b].reshape(H, D)[heads].ravel(), given[-1][t]), t
         for cache, x in ((k_cache, given[3]), (v_cache, given[4])):
             assert np.array_equal(cache[tables[b, t // S], :, t % S], x[t])
     assert (o[-1] == 0).all()  # the idle row
