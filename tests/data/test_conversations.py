@@ -175,8 +175,15 @@ def test_prompts(tokenizer):
         ([{"role": "assistant", "tool_calls": {"name": "f"}}], {}, '"tool_calls" of message 1 must be'),
         ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "must be a string, not list"),
         ([ANSWER], {}, "has only messages of the assistant"),
+        ([{"role": None, "content": "q"}], {}, 'message 1 needs "role" and "content"'),
+        ([{"role": "user", "content": "q", "weight": "0"}], {}, "message 1 has the weight '0': give 0,"),
     ],
 )  # fmt: skip
 def test_what_is_refused(tokenizer, messages, fields, words):
     with pytest.raises(UserError, match=f"^x line 1:? .*{words}"):
         conversation(messages, **fields).prompt(tokenizer, ChatTemplate(CHATML, {}))
+
+
+def test_a_template_that_renders_nothing(tokenizer):
+    with pytest.raises(UserError, match="^x line 1: the chat template renders nothing"):
+        conversation(TALK).prompt(tokenizer, ChatTemplate("{# messages #}", {}))

@@ -201,6 +201,45 @@ def test_what_cannot_be_read_is_one_sentence(tokenizer, tmp_path):
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("llama.block_count", "two", "llama.block_count must be a number, got 'two'"),
+        ("llama.block_count", 2**40, "tensors, too few for its layers"),
+        ("llama.attention.head_count_kv", [1, 2], r"head_count_kv must be a whole number, got \[1, 2\]"),
+        ("llama.rope.freq_base", float("nan"), "freq_base must be a number, got nan"),
+        ("llama.rope.scaling.type", "yarn", "its RoPE scaling has no factor"),
+        ("tokenizer.ggml.tokens", "abc", "tokens must be a list of str"),
+        ("tokenizer.ggml.merges", [1], "merges must be a list of str"),
+        ("tokenizer.ggml.token_type", ["a"], "token_type must be a list of int"),
+        ("tokenizer.ggml.bos_token_id", 2**31, r"its bos token has the id \d+, of \d+ tokens"),
+        ("tokenizer.ggml.pre", [1], r"splits a text by the rule '\[1\]'"),
+    ],
+)  # fmt: skip
+def test_a_key_with_a_wrong_value_is_one_sentence(key, value, words, tmp_path):
+    kinds = {str: "add_string", int: "add_uint64", float: "add_float32", list: "add_array"}
+    path = tmp_path / "a.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    values = {
+        **{f"llama.{name}": 8 for name in ("embedding_length", "feed_forward_length", "context_length")},
+        **{f"llama.{name}": 1 for name in ("block_count", "attention.head_count")},
+        "llama.attention.layer_norm_rms_epsilon": 1e-6,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["a", "b"],
+    } | {key: value}  # fmt: skip
+    for name, x in values.items():
+        getattr(writer, kinds[type(x)])(name, x)
+    writer.add_tensor("token_embd.weight", np.zeros((2, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UserError, match=words) as error:
+        model_folder(path)
+    assert "\n" not in str(error.value)
+
+
 def test_names_of_pre_tokenizers_are_unique():
     names = [name for several in PRE_TOKENIZERS.values() for name in several]
     assert len(names) == len(set(names))

@@ -155,7 +155,10 @@ class Conversation:
                 "add a message of the user, or remove the line"
             )
         with naming(self.where):
-            return _needed(template).render(messages, True, self.tools, self.values)
+            text = _needed(template).render(messages, True, self.tools, self.values)
+            if not text:
+                raise UserError("the chat template renders nothing: use another template")
+        return text
 
     def tokens(
         self, tokenizer: Tokenizer, template: ChatTemplate | None
@@ -359,15 +362,15 @@ def _message(record: Record, number: int, message: Any) -> tuple[Message, int | 
         message = {"role": message["from"], "content": message.get("value")} | {
             key: x for key, x in message.items() if key not in ("from", "value")
         }
-    if not isinstance(message, dict) or "role" not in message:
+    if not isinstance(message, dict) or message.get("role") is None:
         raise UserError(f'{record.where}: {name} needs "role" and "content": add them')
     message = {key: x for key, x in message.items() if x is not None}
     role = message["role"]
     weight = message.pop("weight", None)
     if weight not in (None, 0, 1):
         raise UserError(
-            f"{record.where}: {name} has the weight {str(weight)[:40]}: give 0, not to train it, or "
-            "1"
+            f"{record.where}: {name} has the weight {repr(weight)[:40]}: give 0, not to train it, "
+            "or 1"
         )
     role = OTHER_ROLES.get(str(role), role)
     if role not in ROLES:

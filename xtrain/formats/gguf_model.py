@@ -24,10 +24,12 @@ from typing import Any
 import numpy as np
 
 from .. import files
+from ..config import LARGEST
 from ..data.tokenizer_files import MORE_TEMPLATES, TEMPLATE
 from ..device import cache_folder
 from ..errors import UserError
 from ..json_files import listed, reading
+from ..option_fields import one_line
 from .architectures import ARCHITECTURES, Architecture
 from .gguf_names import BEGINS_LLAMA3, NO_ROPE_EVERY, PRE_TOKENIZERS, ROTATES_PAIRS
 from .gguf_tensors import INDEX, library
@@ -44,12 +46,13 @@ CLASSES = {
 LAYERS_27B = 62  # by which llama.cpp knows Gemma 3 27B, whose scores have another scale
 ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3_TURNS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all models of Meta
+EPSILON = "attention.layer_norm_rms_epsilon"
 REQUIRED = {  # key of the file, after the name of the architecture: key of config.json
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    EPSILON: "rms_norm_eps",
     "context_length": "max_position_embeddings",
 }
 
@@ -117,8 +120,41 @@ class _File:
         return value
 
     def own(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key of the architecture."""
-        return self.get(f"{self.architecture}.{key}", default)
+        """Return the whole number that a key of the architecture has. Raises UserError."""
+        return self.whole(f"{self.architecture}.{key}", default)
+
+    def own_number(self, key: str, default: Any = None) -> Any:
+        """Return the number that a key of the architecture has. Raises UserError."""
+        return self.number(f"{self.architecture}.{key}", default)
+
+    def whole(self, key: str, default: Any = None) -> Any:
+        """Return a whole number, not negative; `default` without the key. Raises UserError."""
+        value = self.get(key, default)
+        if value is not None and not (type(value) is int and 0 <= value < LARGEST):
+            raise self.refused(f"its {key} must be a whole number, got {one_line(repr(value))}")
+        return value
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """Return a finite number; `default` without the key. Raises UserError."""
+        value = self.get(key, default)
+        if value is not None and not (type(value) in (int, float) and math.isfinite(value)):
+            raise self.refused(f"its {key} must be a number, got {one_line(repr(value))}")
+        return value
+
+    def list_of(self, kind: type, key: str) -> list[Any]:
+        """Return a list of values of this type, empty without the key. Raises UserError."""
+        value = self.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(x, kind) for x in value):
+            raise self.refused(f"its {key} must be a list of {kind.__name__}")
+        return value
+
+    def token_id(self, name: str, default: int | None = None) -> int | None:
+        """Return the id of a token of the vocabulary, such as "bos". Raises UserError."""
+        i = self.whole(f"tokenizer.ggml.{name}_token_id", default)
+        tokens = self.list_of(str, "tokenizer.ggml.tokens")
+        if i is not None and i >= len(tokens):
+            raise self.refused(f"its {name} token has the id {i}, of {len(tokens)} tokens")
+        return i
 
     def text(self, key: str) -> str:
         """Return the value of a key, which must be there. Raises UserError."""
@@ -160,10 +196,13 @@ def _contents(path: Path) -> dict[str, str]:
 
 # ----------------------------------------------------------------------------- config.json
 def _config(file: _File) -> dict[str, Any]:
-    missing = [f"{file.architecture}.{key}" for key in REQUIRED if file.own(key) is None]
+    config = {theirs: file.own_number(key) for key, theirs in REQUIRED.items()}
+    missing = [f"{file.architecture}.{key}" for key, x in REQUIRED.items() if config[x] is None]
     if missing:
         raise file.refused(f"it has no {listed(missing)}")
-    config = {theirs: file.own(key) for key, theirs in REQUIRED.items()}
+    config |= {theirs: file.own(key) for key, theirs in REQUIRED.items() if key != EPSILON}
+    if config["num_hidden_layers"] > len(file.tensors):
+        raise file.refused(f"it has {len(file.tensors)} tensors, too few for its layers")
     heads = config["num_attention_heads"]
     width = file.own("attention.key_length", config["hidden_size"] // max(heads, 1))
     if file.own("attention.value_length", width) != width:
@@ -171,8 +210,8 @@ def _config(file: _File) -> dict[str, Any]:
     if file.own("rope.dimension_count", width) != width:
         raise file.refused("RoPE rotates only a part of each head")
     table = file.tensors.get("token_embd.weight")
-    if table is None:
-        raise file.refused("it has no token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise file.refused("it has no token_embd.weight, a matrix")
     config |= {
         "architectures": [CLASSES[file.architecture]],
         "model_type": file.architecture,
@@ -181,7 +220,7 @@ def _config(file: _File) -> dict[str, Any]:
         "head_dim": width,
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_theta": file.own("rope.freq_base", 10000.0),
+        "rope_theta": file.own_number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(file, width),
     }
     if file.architecture == "smollm3":
@@ -201,10 +240,10 @@ def _gemma3(file: _File, config: dict[str, Any]) -> dict[str, Any]:
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": scalar,
-        LOCAL_THETA: file.own("rope.freq_base_swa", 10000.0),
+        LOCAL_THETA: file.own_number("rope.freq_base_swa", 10000.0),
         "sliding_window": file.own("attention.sliding_window"),
         "sliding_window_pattern": file.own("attention.sliding_window_pattern", 6),
-        "final_logit_softcapping": file.own("final_logit_softcapping"),
+        "final_logit_softcapping": file.own_number("final_logit_softcapping"),
     }
 
 
@@ -220,10 +259,12 @@ def _window(file: _File) -> dict[str, Any]:
 
 
 def _rope_scaling(file: _File, width: int) -> dict[str, Any] | None:
-    kind = file.own("rope.scaling.type", "none")
-    factor = file.own("rope.scaling.factor")
+    kind = file.get(f"{file.architecture}.rope.scaling.type", "none")
+    factor = file.own_number("rope.scaling.factor")
     if ROPE_FACTORS in file.tensors:
         return _llama3_scaling(file, width)
+    if kind in ("linear", "yarn") and factor is None:
+        raise file.refused("its RoPE scaling has no factor")
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
@@ -232,7 +273,7 @@ def _rope_scaling(file: _File, width: int) -> dict[str, Any] | None:
             "factor": factor,
             "original_max_position_embeddings": file.own("rope.scaling.original_context_length"),
         }
-        times = file.own("rope.scaling.attn_factor")
+        times = file.own_number("rope.scaling.attn_factor")
         if times is not None:  # llama.cpp multiplies its own factor by it
             own = 1 + 0.1 * math.log(max(factor, 1))
             scaling["attention_factor"] = decimal(times * own)
@@ -246,7 +287,9 @@ def _llama3_scaling(file: _File, width: int) -> dict[str, Any]:
     """Return the scaling that gives the divisors of the frequencies in the file."""
     tensor = file.tensors[ROPE_FACTORS]
     divisors = np.array(tensor.data, np.float64).reshape(-1)
-    frequency = file.own("rope.freq_base", 10000.0) ** (-np.arange(0, width, 2) / width)
+    if 2 * divisors.size != width:
+        raise file.refused(f"{ROPE_FACTORS} has {divisors.size} numbers for heads of {width}")
+    frequency = file.own_number("rope.freq_base", 10000.0) ** (-np.arange(0, width, 2) / width)
     low = LLAMA3_TURNS["low_freq_factor"]
     high = LLAMA3_TURNS["high_freq_factor"]
     factor = float(divisors[-1])
@@ -254,7 +297,7 @@ def _llama3_scaling(file: _File, width: int) -> dict[str, Any]:
         turns = original * frequency / (2 * np.pi)
         smooth = np.clip((turns - low) / (high - low), 0, 1)
         expected = 1 / ((1 - smooth) / factor + smooth)
-        if expected.shape == divisors.shape and np.allclose(divisors, expected, rtol=1e-5):
+        if np.allclose(divisors, expected, rtol=1e-5):
             return {
                 "rope_type": "llama3",
                 "factor": factor,
@@ -319,8 +362,8 @@ def _can_read(gguf: Any, kind: Any) -> bool:
 # ----------------------------------------------------------------------------- the tokenizer
 def _special_ids(file: _File) -> dict[str, Any]:
     """Return bos_token_id, eos_token_id (a list if several tokens end an answer), pad_token_id."""
-    ids = {name: file.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "pad")}
-    ends = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ids: dict[str, Any] = {name: file.token_id(name) for name in ("bos", "pad")}
+    ends = [file.token_id(name) for name in ("eos", "eot", "eom")]
     distinct: Any = list(dict.fromkeys(i for i in ends if i is not None))
     if len(distinct) < 2:
         distinct = distinct[0] if distinct else None
@@ -331,8 +374,8 @@ def _special_ids(file: _File) -> dict[str, Any]:
 def _tokenizer(file: _File) -> dict[str, Any]:
     """Return the content of tokenizer.json."""
     kinds = library().TokenType
-    tokens = file.get("tokenizer.ggml.tokens")
-    types = file.get("tokenizer.ggml.token_type") or []
+    tokens = file.list_of(str, "tokenizer.ggml.tokens")
+    types = file.list_of(int, "tokenizer.ggml.token_type")
     if not tokens or len(types) not in (0, len(tokens)):
         raise file.refused("it has no tokenizer (tokenizer.ggml.tokens)")
     added = []
@@ -365,7 +408,7 @@ def _bpe(vocab: dict[str, int], merges: list[Any], **more: Any) -> dict[str, Any
 
 def _byte_level(file: _File, vocab: dict[str, int]) -> dict[str, Any]:
     """Return normalizer, pre-tokenizer, model and decoder of a byte-level BPE."""
-    name = file.get("tokenizer.ggml.pre", "default")
+    name = str(file.get("tokenizer.ggml.pre", "default"))
     rules = {pre: rule for rule, names in PRE_TOKENIZERS.items() for pre in names}
     if name not in rules:
         raise file.refused(
@@ -378,7 +421,7 @@ def _byte_level(file: _File, vocab: dict[str, int]) -> dict[str, Any]:
     ]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     steps.append(level | {"use_regex": False})
-    merges = [merge.split(" ", 1) for merge in file.get("tokenizer.ggml.merges") or []]
+    merges = [merge.split(" ", 1) for merge in file.list_of(str, "tokenizer.ggml.merges")]
     return {
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
@@ -389,8 +432,8 @@ def _byte_level(file: _File, vocab: dict[str, int]) -> dict[str, Any]:
 
 def _sentencepiece(file: _File, tokens: list[str], vocab: dict[str, int]) -> dict[str, Any]:
     """Return normalizer, pre-tokenizer, model and decoder of SentencePiece's BPE."""
-    scores = file.get("tokenizer.ggml.scores")
-    if not scores or len(scores) != len(tokens):
+    scores = file.list_of(float, "tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
         raise file.refused("its tokenizer has no scores")
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
@@ -399,7 +442,7 @@ def _sentencepiece(file: _File, tokens: list[str], vocab: dict[str, int]) -> dic
     if file.get("tokenizer.ggml.add_space_prefix", True):
         normalizers.insert(0, {"type": "Prepend", "prepend": "▁"})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", 0)]
+    unknown = tokens[file.token_id("unknown", 0)]
     merges = merges_of(vocab, scores)
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
@@ -431,7 +474,7 @@ def _around(file: _File, tokens: list[str]) -> dict[str, Any] | None:
     begins = file.get("tokenizer.ggml.model") == "llama"  # if the file does not say
     begins |= file.get("tokenizer.ggml.pre") in BEGINS_LLAMA3
     for name, place, usual in (("bos", 0, begins), ("eos", 2, False)):
-        i = file.get(f"tokenizer.ggml.{name}_token_id")
+        i = file.token_id(name)
         if i is not None and file.get(f"tokenizer.ggml.add_{name}_token", usual):
             single.insert(place, {"SpecialToken": {"id": tokens[i], "type_id": 0}})
             special[tokens[i]] = {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]}
@@ -442,11 +485,11 @@ def _around(file: _File, tokens: list[str]) -> dict[str, Any] | None:
 
 
 def _tokenizer_config(file: _File) -> dict[str, Any]:
-    tokens = file.get("tokenizer.ggml.tokens")
+    tokens = file.list_of(str, "tokenizer.ggml.tokens")
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for name in ("bos", "eos", "pad"):
-        i = file.get(f"tokenizer.ggml.{name}_token_id")
-        if i is not None and i < len(tokens):
+        i = file.token_id(name)
+        if i is not None:
             config[f"{name}_token"] = tokens[i]
     return config | {"clean_up_tokenization_spaces": False}
 
