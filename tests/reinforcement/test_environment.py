@@ -204,6 +204,14 @@ def test_what_a_reply_may_not_be(module):
     assert prompt.fields["seen"] == []
 
 
+def test_a_reply_that_the_template_rejects(chat, tmp_path, module):
+    """The environment is named, not the data."""
+    module.reply = lambda record, messages: {"role": "user", "content": "x", "name": object()}
+    words = "the environment a_game:reply returned messages that cannot be appended for .*prompts.jsonl line .*: the messages must consist"  # fmt: skip
+    with pytest.raises(UserError, match=words):
+        reinforce(config_of(chat, tmp_path), SILENT)
+
+
 def test_a_stop_string_with_a_special_token_inside(chat):
     """A text that is compared leaves special tokens out, and a text that is shown has them."""
     tokenizer = Tokenizer.load(chat)

@@ -552,8 +552,10 @@ def test_templates_by_name(tokenizer, name, source):
             assert ours.render(messages, prompt) == theirs.render(messages, prompt)
     answer = {"role": "assistant", "content": "x", "reasoning_content": "r"}
     assert "<think>\nr\n</think>\n\nx" in ours.render([TALK[0], answer], False)
-    with pytest.raises(UserError, match=f"the template {name} has no tools"):
-        ours.render(TALK, tools=[{}])
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": {}}}]}
+    for messages, tools in ((TALK, [{}]), ([TALK[0], call], None)):
+        with pytest.raises(UserError, match=f"the template {name} has no tools"):
+            ours.render(messages, tools=tools)
 
 
 def test_a_chosen_template_is_saved_with_the_run(tmp_path, folder, capsys):

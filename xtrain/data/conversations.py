@@ -278,8 +278,8 @@ class Conversation:
 def _needed(template: ChatTemplate | None) -> ChatTemplate:
     if template is None:
         raise UserError(
-            "the model's folder has no chat template, which messages need: add "
-            'chat_template.jinja to it, or give "prompt" and "completion" as texts'
+            "the model's folder has no chat template, which messages need: give one with "
+            "--chat-template"
         )
     return template
 

@@ -185,7 +185,7 @@ def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> P
             return folder_of(folder)
         what = "does not exist"
         if folder.exists():
-            what = "is a file"
+            what = "is a file, but not in GGUF format"
         hint = ""
         if hub_name and not folder.parent.exists():  # else it is a name in that folder, misspelt
             install = "pip install huggingface_hub && "

@@ -54,6 +54,13 @@ class Environment(UserFunction):
         for call, found in zip(calls, self.results(calls, limits)):
             yield self._checked(found, call.where)
 
+    def cannot_append(self, where: str, why: UserError) -> CallError:
+        """Return the error of messages that the chat template does not render."""
+        return CallError(
+            f"the environment {self.name} returned messages that cannot be appended for {where}: "
+            f"{why}"
+        )
+
     def _checked(self, found: Any, where: str) -> Messages | CallError:
         if isinstance(found, CallError):
             return found

@@ -216,7 +216,7 @@ class Player:
                 try:
                     ids = self.turns.following(x.prompt, x.messages, reply, x.ids[-1])
                 except UserError as error:
-                    reply = CallError(f"{x.prompt.where}: {error}")
+                    reply = environment.cannot_append(x.prompt.where, error)
             if isinstance(reply, CallError):
                 x.failed = True
                 failed(reply)

@@ -34,6 +34,9 @@ SOURCE = r"""
 {%- if role not in turns %}
 {{- raise_exception("the template NAME has no role " + role) }}
 {%- endif %}
+{%- if message['tool_calls'] %}
+{{- raise_exception("the template NAME has no tools: give a file to --chat-template") }}
+{%- endif %}
 {%- if not (MERGES and loop.previtem and loop.previtem['role'] == 'system') %}
 {{- turns[role][0] }}
 {%- endif %}
