@@ -626,8 +626,8 @@ print(lesson.records.machine(measured))
 def head_targets(targets, k):
     """-> (B, T) array of whole numbers, like targets: what head k is to predict at each position.
 
-    targets (B, T): the next token at each position, or -100 where nothing is trained. k >= 1: head k
-    predicts the token k places after the next one. -100 where the row ends before it.
+    targets (B, T): the next token at each position, or -100 where nothing is trained. k >= 1:
+    head k predicts the token k places after the next one. -100 where the row ends before it.
     """
     # YOUR CODE
 
@@ -648,8 +648,8 @@ lesson.check("36.6", head_targets)
 def head_targets_solution(targets, k):
     """-> (B, T) array of whole numbers, like targets: what head k is to predict at each position.
 
-    targets (B, T): the next token at each position, or -100 where nothing is trained. k >= 1: head k
-    predicts the token k places after the next one. -100 where the row ends before it.
+    targets (B, T): the next token at each position, or -100 where nothing is trained. k >= 1:
+    head k predicts the token k places after the next one. -100 where the row ends before it.
     """
     out = np.full_like(targets, -100)
     out[:, :-k] = targets[:, k:]
