@@ -30,9 +30,11 @@ COUNTED[1, 2] = False  # a completion that was cut off
 THEN, REFERENCE = (DRAW.normal(-2, 0.5, (P, G, T)) for _ in range(2))
 NOW = THEN + DRAW.normal(0, 0.3, THEN.shape)  # some ratios leave [0.8, 1.2] on each side
 
+NEEDED = {"init": "a model", "data": ("prompts",), "task": "rewards:f"}  # to be a config
+
 
 def options_of(name, **given):
-    return ReinforceConfig(algorithm=name, **given).with_algorithm(find_algorithm(name))
+    return ReinforceConfig(algorithm=name, **(NEEDED | given)).with_algorithm(find_algorithm(name))
 
 
 def ours(name, parts=2):
