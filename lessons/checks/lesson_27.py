@@ -1,5 +1,6 @@
 """Exercises of lesson 27: stop strings in pieces, server-sent events."""
 
+import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,18 +23,27 @@ def outcome(function, arguments):
         return Raised(type(error).__name__)
 
 
-def judged(e, cases, read, right, mistakes, other):
+def copied(argument):
+    """Containers and arrays are copied: an attempt may change what it gets, and the right answer needs it as it was."""
+    return copy.deepcopy(argument) if isinstance(argument, (list, dict, np.ndarray)) else argument
+
+
+def judged(e, cases, read, right, mistakes, other, unchanged=None):
     """Run all cases. Raises Wrong for the first one whose result is not right.
 
     cases: [(description, arguments)].  read: checks and converts what the attempt returned.
     mistakes: {message: function, or several}. A message is chosen if a function does the same as the attempt in all cases: with
     two mistakes at once none is chosen, but none is untrue.  other: (arguments, wanted, got) -> the message in that case
+    unchanged: the name of the first argument, which the attempt must not change
     """
     got = []
+    changed_in = None
     for where, arguments in cases:
+        copies = [copied(a) for a in arguments]
         try:
-            copies = [list(a) if isinstance(a, list) else a for a in arguments]
             got.append(read(e.call(*copies, case=where)))
+            if unchanged and changed_in is None and not np.array_equal(copies[0], arguments[0]):
+                changed_in = where
         except Wrong as wrong:
             error = wrong.__context__  # of the attempt; None: something else is wrong with it
             if error is None or isinstance(error, TimeoutError):
@@ -54,6 +64,9 @@ def judged(e, cases, read, right, mistakes, other):
             raise mine.wrong if why is None else e.wrong(f"{mine.name}.\n{why}")
         shown = f"Expected {want!r}, got {mine!r}."
         raise e.wrong(f"{shown}\n{why or other(arguments, want, mine)}")
+    if unchanged and changed_in is not None:
+        e.where = changed_in
+        raise e.wrong(f"The result is right, but {unchanged} was changed: work on a copy.")
 
 
 # ----------------------------------------------------------------------------- 27.1

@@ -5,6 +5,7 @@ import numpy as np
 from .attempt import exercise
 
 OVERFLOW = "inf or NaN: exp overflows. Use np.logaddexp(0, x), which is log(1 + exp(x)), and exp(-np.logaddexp(0, m)) for sigmoid(-m)."
+LIMITED = "The loss of a pair far in the wrong order is -m, also for m = -2000: use np.logaddexp(0, -m), without a limit for m and without a small number in the logarithm."
 CHANGED = "An input was changed: compute new arrays."
 
 
@@ -53,6 +54,8 @@ def reward_loss(e):
             "This is the mean of sigmoid(-m), the slope. The loss is -log sigmoid(m).": of(sigmoid(-m).mean()),
             "The logarithm is missing: this is -sigmoid.": of(-sigmoid(m).mean()),
             "This is the loss of the mean margin: take the loss of each pair first.": of(np.logaddexp(0, -m.mean())),
+            "These are bits: the logarithm is the natural one.": of(losses.mean() / np.log(2)),
+            LIMITED: lambda got: m.min() < -500 and 0 < got < losses.mean(),
         }, rtol=1e-7)  # fmt: skip
         mistakes = {
             OVERFLOW: not_finite,
@@ -108,6 +111,8 @@ def best_policy(e):
             want = best(reference, rewards, beta)
             not_one = lambda got: abs(np.sum(got) - 1) > 1e-6
             uniform = np.exp((rewards - rewards.max()) / beta)
+            possible = np.where(reference > 0, rewards, -np.inf)
+            powers = reference**beta * np.exp(possible - possible.max())
             e.same("policy", got, want, {
                 "NaN: exp of a large reward / beta overflows, or becomes 0 everywhere. Subtract the largest reward first, and the largest "
                 "among the answers that the reference has.": not_finite,
@@ -115,6 +120,7 @@ def best_policy(e):
                 "The reference is missing: the policy is proportional to reference * exp(rewards / beta).": uniform / uniform.sum(),
                 "The rewards are multiplied by beta: a small beta must make them count MORE.": best(reference, rewards, 1 / beta),
                 "beta is missing: divide the rewards by it.": best(reference, rewards, 1.0),
+                "beta belongs to the rewards alone: the reference is no power of beta.": powers / powers.sum(),
                 "The sign is wrong: a larger reward must get more probability.": best(reference, -rewards, beta),
                 "The largest reward belongs to an answer that the reference never gives: subtract the largest of the others.":
                     lambda got: not np.any(got) and np.size(got) > 0,
@@ -176,6 +182,9 @@ def dpo(e):
         check_losses(e, losses, margins, {
             "The reference is missing: the reward is beta (log pi - log ref).": loss(beta * (now @ PAIR)),
             "beta is missing: the reward is beta (log pi - log ref).": loss(ratios),
+            "These are differences of probabilities: now and reference are logarithms, subtract them as they are.":
+                loss(beta * ((np.exp(now) - np.exp(reference)) @ PAIR)),
+            "beta is a factor once, not twice.": loss(beta * margins),
             "The reference is added: it is subtracted.": loss(beta * ((now + reference) @ PAIR)),
             "These are beta times the losses of the ratios: beta belongs inside, in the reward.": beta * loss(ratios),
             "The margin is divided by beta: multiply.": loss(ratios / beta),
@@ -186,6 +195,8 @@ def dpo(e):
             "The factor beta is missing: the margin is beta times the log-probabilities, so the slopes are, too.": s,
             "The sign is wrong: a more likely chosen answer makes the loss smaller.": -beta * s,
             "Both answers have the same slope here: that of the rejected one has the other sign.": beta * np.abs(s) * np.array([-1.0, -1.0]),
+            "The rejected answer has no slope here, but it is in the margin, too.": beta * s * np.array([1.0, 0.0]),
+            "Rows and columns are exchanged: a row per pair, np.stack([...], 1).": lambda got: np.allclose(got, beta * s.T) if len(s) == 2 else False,
             "This is sigmoid(margin): a pair in the right order pulls little. The slope is -beta sigmoid(-margin).": -beta * sigmoid(margins)[:, None] * PAIR,
             "The slopes are divided by the number of pairs: each is that of its own loss.": beta * s / len(now),
         })  # fmt: skip
@@ -226,12 +237,17 @@ def simpo(e):
             "gamma is multiplied by beta: it is subtracted from the difference of the rewards.": loss(margins + gamma - beta * gamma),
             "The tokens are missing: these are sums of log-probabilities, divide each by the number of its tokens.": loss(beta * (now @ PAIR) - gamma),
             "Both sums are divided by the tokens of both answers: each has its own number.": loss(beta * (now @ PAIR) / tokens.sum(1) - gamma),
+            "gamma belongs into the margin, inside of log sigmoid.": loss(margins + gamma) - gamma,
+            "Multiplied by the tokens: divide each sum by the number of its tokens.": loss(beta * (now * tokens) @ PAIR - gamma),
+            "The division cuts off: / instead of //.": loss(beta * (now // tokens) @ PAIR - gamma),
             "beta is missing: the reward is beta log pi / n.": loss((now / tokens) @ PAIR - gamma),
         })  # fmt: skip
         s = -beta * sigmoid(-margins)[:, None] * PAIR
         compare_slopes(e, "slopes", slopes, s / tokens, {
             OVERFLOW: not_finite,
             "These are the slopes by the means: divide each by the number of its tokens.": s,
+            "gamma is missing in the slopes: the margin has it, as in the losses.": -beta * sigmoid(-margins - gamma)[:, None] * PAIR / tokens,
+            "The rejected answer has no slope here, but it is in the margin, too.": s / tokens * np.array([1.0, 0.0]),
             "The factor beta is missing.": s / tokens / beta,
             "The sign is wrong: a more likely chosen answer makes the loss smaller.": -s / tokens,
             "Both answers have the same slope here: that of the rejected one has the other sign.": -np.abs(s / tokens),

@@ -8,6 +8,11 @@ import numpy as np
 from .attempt import exercise
 from .lesson_27 import judged
 
+NO_TOKENS = (
+    "A piece is bytes: iterating gives numbers. bytes([b]) is a byte string of one of them. "
+    "(NoneType: is 38.1, `joined`, still to be written?)"
+)
+
 
 def single(piece):
     return [bytes([b]) for b in piece]
@@ -122,7 +127,8 @@ def joined(e):
             return "The bytes of all tokens together must stay what they were."
         return "Each occurrence of the pair becomes one token, from left to right, and all others stay."
 
-    judged(e, [(f"tokens {t}, pair {p}", (t, p)) for t, p in cases], read, join, JOINED, other)
+    described = [(f"tokens {t}, pair {p}", (t, p)) for t, p in cases]
+    judged(e, described, read, join, JOINED, other, unchanged="the list of tokens")
 
 
 # ----------------------------------------------------------------------------- training
@@ -202,7 +208,7 @@ LEARN = {
         "ValueError": "There may be no pair at all, when all pieces are one token: end then.",
         "KeyError": "A Counter begins at 0, a dict needs get(pair, 0).",
         "RuntimeError": "A dict must not get or lose keys in a loop over it.",
-        "TypeError": "A piece is bytes: iterating gives numbers. bytes([b]) is a byte string of one of them.",
+        "TypeError": NO_TOKENS,
         "IndexError": "There may be no pair at all, when all pieces are one token: end then.",
     },
     kernel=False,
@@ -293,7 +299,7 @@ ENCODE = {
     hints={
         "ValueError": "No neighbours may be a pair of the list: then the piece is done.",
         "KeyError": "Most pairs of neighbours are not in the list: look with `in`.",
-        "TypeError": "A piece is bytes: iterating gives numbers. bytes([b]) is a byte string of one of them.",
+        "TypeError": NO_TOKENS,
     },
     kernel=False,
 )  # fmt: skip
@@ -345,6 +351,9 @@ BITS = {
     "This is the perplexity per byte: the bits are its logarithm.": (lambda x, t, b: Number(np.exp(x * t / b)), lambda x, t, b: Number(2 ** (x * t / np.log(2) / b))),
     "These are the bits of the whole text: divide by its bytes.": lambda x, t, b: Number(x * t / np.log(2)),
     "The loss is in nats, of base e, so the logarithm of 2 is the natural one: np.log(2).": lambda x, t, b: Number(x * t / np.log10(2) / b),
+    "1.44 is rounded: divide by np.log(2).": (lambda x, t, b: Number(1.44 * x * t / b), lambda x, t, b: Number(1.443 * x * t / b), lambda x, t, b: Number(x * t / 0.693 / b), lambda x, t, b: Number(x * t / 0.69 / b)),
+    "nbytes are bytes already, and the result is bits for each of them: there is no 8.": (lambda x, t, b: Number(x * t / np.log(2) / b / 8), lambda x, t, b: Number(x * t / np.log(2) / b * 8)),
+    "A loss in nats becomes bits by a division by ln 2: its own logarithm is not needed.": lambda x, t, b: Number(np.log2(x) * t / b if x else -np.inf),
 }  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Exercises of lesson 39: repetition, MinHash, bands, mixtures."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from .attempt import exercise
@@ -33,6 +35,11 @@ REPEATED = {
     "Tokens are counted, not n-grams: a gram is a tuple of n neighbours.": lambda t, n: Number(1 - len(set(t)) / len(t) if t else 0),
     "The share is over the len(tokens) - n + 1 n-grams, not over all tokens: those at the end with fewer than n tokens are none.": lambda t, n: Number((len(grams(t, n)) - len(set(grams(t, n)))) / len(t) if len(t) >= n else 0),
     "This is their number: divide by the number of all n-grams.": share(lambda g: len(g) - len(set(g))),
+    "An n-gram has n tokens: tokens[i : i + n].": lambda t, n: right_share(t, n + 1),
+    "The order counts: an n-gram is a tuple, not a set.": share(lambda g: 1 - len(set(map(frozenset, g))) / len(g)),
+    "Divide by the number of all n-grams: the first one counts, too.": lambda t, n: Number((len(g) - len(set(g))) / (len(g) - 1) if len(g := grams(t, n)) > 1 else 0),
+    "The share is from 0 to 1, not in percent.": share(lambda g: 100 * (1 - len(set(g)) / len(g))),
+    "An n-gram is compared with the one before it only: any earlier one counts.": share(lambda g: sum(a == b for a, b in pairwise(g)) / len(g)),
     "n-grams that do not overlap are counted: one begins at every token.": lambda t, n: Number(1 - len(set(g)) / len(g) if (g := grams(t, n)[::n]) else 0),
 }  # fmt: skip
 
@@ -92,6 +99,7 @@ def signature(e):
             "This is the n-gram with the smallest value: return the value.": x[values.argmin(1)],
             "This is the place of the smallest value: return the value.": values.argmin(1),
             "The product does not fit into 32 bits: compute in int64.": ((at.astype(np.int32)) % np.int32(min(prime, 2**31 - 1))).min(1),
+            "float64 has 53 bits, the product up to 62: compute in int64.": ((a[:, None].astype(float) * x + b[:, None]) % prime).min(1),
             "a and b are exchanged.": ((b[:, None] * x + a[:, None]) % prime).min(1),
         }  # fmt: skip
         e.same("the signature", got.astype(np.float64), values.min(1).astype(np.float64), mistakes, rtol=0, atol=0.5)  # fmt: skip
@@ -128,6 +136,11 @@ FIRST = {
     "One equal number is not enough: all numbers of a band must be equal.": lambda x, b: first_of(x, b, parts=lambda row, n: np.split(row, len(row))),
     "Nothing is dropped: a key that was seen before means a duplicate. (An array in a set is compared by identity: make a tuple of it.)":
         lambda x, b: list(range(len(x))),
+    "A key must tell numbers apart: 1, 23 and 12, 3 are written with the same digits. Make a tuple of them.":
+        lambda x, b: first_of(x, b, parts=lambda row, n: [np.array([int("".join(map(str, p.tolist())))]) for p in np.split(row, n)]),
+    "The order of a band's numbers counts: 1, 2 and 2, 1 are different. Make a tuple of them, not a set.":
+        (lambda x, b: first_of(x, b, parts=lambda row, n: [np.unique(p) for p in np.split(row, n)]), lambda x, b: first_of(x, b, parts=lambda row, n: [np.sort(p) for p in np.split(row, n)])),
+    "Different numbers may have the same sum: a key needs all of them.": lambda x, b: first_of(x, b, parts=lambda row, n: [p.sum(keepdims=True) for p in np.split(row, n)]),
     "Only the first band is looked at.": lambda x, b: first_of(x, b, parts=lambda row, n: np.split(row, n)[:1]),
 }  # fmt: skip
 
@@ -143,6 +156,7 @@ def first_ones(e):
         ([[1, 2, 3, 4], [1, 2, 9, 9], [5, 5, 5, 5]], 2), ([[1, 2, 3, 4], [3, 4, 1, 2]], 2), ([[1, 2, 3, 4], [1, 2, 7, 7], [0, 0, 7, 7]], 2),
         ([[1, 1, 2, 2]] * 3, 2), ([[1, 2, 3, 4], [1, 9, 3, 8]], 2), ([[1, 2, 3, 4, 5, 6], [0, 0, 0, 4, 5, 6], [1, 2, 0, 0, 5, 6]], 2),
         ([[1, 2, 3], [9, 2, 8], [7, 7, 7]], 3), ([[1, 2, 3, 4], [1, 2, 3, 5]], 1), ([[1, 2], [3, 4], [1, 5]], 2), ([[4, 4]], 2),
+        ([[1, 23, 5, 6], [12, 3, 7, 8]], 2), ([[1, 2, 5, 6], [2, 1, 7, 8]], 2),
     ]  # fmt: skip
     for _ in range(8):
         bands, rows = int(e.rng.integers(1, 4)), int(e.rng.integers(1, 4))

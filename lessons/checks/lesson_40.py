@@ -13,6 +13,9 @@ class Numbers(tuple):
         same = isinstance(other, tuple) and len(self) == len(other)
         return same and bool(np.allclose(self, other, rtol=1e-5, atol=1e-15, equal_nan=True))
 
+    def __repr__(self):
+        return f"({', '.join(f'{x:.7g}' for x in self)})"
+
     __hash__ = None
 
 
@@ -30,6 +33,12 @@ def line(x, y, floor, u=np.log, v=np.log, back=np.exp, sign=-1, swap=False):
     return Numbers(found[::-1] if swap else found)
 
 
+def neighbours(x, y, floor):
+    u, v = np.log(x), np.log(np.array(y) - floor)
+    slope = np.mean(np.diff(v) / np.diff(u))
+    return Numbers((np.exp(v.mean() - slope * u.mean()), -slope))
+
+
 FIT = {
     "The floor is missing: the line goes through log(y - floor).": lambda x, y, f: line(x, y, 0),
     "b is minus the slope: y falls when x grows.": lambda x, y, f: line(x, y, f, sign=1),
@@ -39,6 +48,10 @@ FIT = {
     "Return a first, then b.": lambda x, y, f: line(x, y, f, swap=True),
     "The logarithm of y minus the floor is not the logarithm of y - floor.": lambda x, y, f: line(x, y, 0, v=lambda y: np.log(y) - f),
     "log10 and exp do not fit together: 10**intercept, or the natural logarithm.": lambda x, y, f: line(x, y, f, u=np.log10, v=np.log10),
+    "log2 and exp do not fit together: 2**intercept, or the natural logarithm.": lambda x, y, f: line(x, y, f, u=np.log2, v=np.log2),
+    "x and y are exchanged: the line is log(y - floor) over log(x).":
+        lambda x, y, f: Numbers((np.exp((p := np.polyfit(np.log(np.array(y) - f), np.log(x), 1))[1]), -p[0])),
+    "This is the mean slope between neighbours: the least-squares line takes all points together.": neighbours,
     "This is the line through the first and the last point: use all of them.":
         lambda x, y, f: line([x[0], x[-1]], [y[0], y[-1]], f),
 }  # fmt: skip
@@ -75,6 +88,7 @@ SIZE = {
     "The exponent of C / 6 is beta / (alpha + beta): the size grows fast if MORE TOKENS help much.":
         lambda *x: size(*x, power=lambda alpha, beta: alpha),
     "The exponents alpha and beta are missing in the first factor: alpha A over beta B.": lambda *x: size(*x, ratio=lambda A, a, B, b: A / B),
+    "The exponent of the first factor is missing: 1 / (alpha + beta).": lambda C, A, a, B, b: size(C, A, a, B, b, ratio=lambda *_: (a * A / (b * B)) ** (a + b)),
     "The first factor is upside down: alpha A over beta B.": lambda *x: size(*x, ratio=lambda A, a, B, b: b * B / (a * A)),
     "C is 6 N D: the 6 is missing under C.": lambda *x: size(*x, six=1),
     "D follows from C = 6 N D: C / (6 N).": lambda *x: Numbers((size(*x)[0], x[0] / size(*x)[0])),
@@ -154,7 +168,12 @@ def paired(a, b, error=lambda a, b, d, n: d.std(ddof=1) / np.sqrt(n), sign=1):
 
 COMPARE = {
     "The errors of the two shares are combined, as if the questions were different ones: take the deviation of the differences.":
-        lambda a, b: paired(a, b, lambda a, b, d, n: np.sqrt((a.var(ddof=1) + b.var(ddof=1)) / n)),
+        (lambda a, b: paired(a, b, lambda a, b, d, n: np.sqrt((a.var(ddof=1) + b.var(ddof=1)) / n)),
+         lambda a, b: paired(a, b, lambda a, b, d, n: np.sqrt((a.var() + b.var()) / n))),
+    "This is the difference of the two errors: take the deviation of the differences.":
+        lambda a, b: paired(a, b, lambda a, b, d, n: abs(a.std(ddof=1) - b.std(ddof=1)) / np.sqrt(n)),
+    "n - 1 belongs into the deviation alone: divide it by the root of n.": lambda a, b: paired(a, b, lambda a, b, d, n: d.std(ddof=1) / np.sqrt(n - 1)),
+    "These are two standard errors: return one.": lambda a, b: paired(a, b, lambda a, b, d, n: 2 * d.std(ddof=1) / np.sqrt(n)),
     "n - 1 belongs into the denominator of the deviation: std(ddof=1).": lambda a, b: paired(a, b, lambda a, b, d, n: d.std() / np.sqrt(n)),
     "This is the deviation of one question: divide by the root of n.": lambda a, b: paired(a, b, lambda a, b, d, n: d.std(ddof=1)),
     "Divide by the root of n, not by n.": lambda a, b: paired(a, b, lambda a, b, d, n: d.std(ddof=1) / n),

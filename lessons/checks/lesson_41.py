@@ -54,6 +54,8 @@ def unpack(e):
             "8 is -8 in two's complement, not 8 - 15: subtract 16.": halves(np.where(low > 7, low - 15, low), np.where(high > 7, high - 15, high)),
             "8 is already negative: from 8 on subtract 16.": halves(np.where(low > 8, low - 16, low), np.where(high > 8, high - 16, high)),
             "These codes have an offset of 8: two's complement has none.": halves(low - 8, high - 8),
+            "The upper four bits must be shifted down: packed >> 4.": halves(sign(low), sign((packed & 240).astype(np.int8))),
+            "The highest bit is no sign with a size: in two's complement 8 to 15 stand for 16 less.": halves(np.where(low > 7, 8 - low, low), np.where(high > 7, 8 - high, high)),
         }  # fmt: skip
         alike(e, "codes", got, halves(sign(low), sign(high)), mistakes)
 
@@ -73,6 +75,8 @@ SCALES = {
     "The largest w is not the largest |w|: negative weights count, too.": lambda g, most: g.max(2, keepdims=True) / most,
     "The scale divides by most, not by most + 1.": lambda g, most: np.abs(g).max(2, keepdims=True) / (most + 1),
     "The scale is the largest |w| over most, not the range over it.": lambda g, most: (g.max(2, keepdims=True) - g.min(2, keepdims=True)) / (2 * most),
+    "A group has neighbouring weights of a row: w.reshape(R, C // group, group).":
+        lambda g, most: np.abs(g.reshape(len(g), g.shape[2], -1)).max(1)[:, :, None] / most,
     "This is the mean of |w|, not its maximum.": lambda g, most: np.abs(g).mean(2, keepdims=True) / most,
 }  # fmt: skip
 
@@ -117,19 +121,21 @@ def quantize(e):
             "Rounded toward 0: int() and astype cut off. np.rint rounds to the nearest.": grouped(w, group, most, how=np.trunc)[0],
             "Rounded down: np.rint rounds to the nearest.": grouped(w, group, most, how=np.floor)[0],
             "The sign is missing: codes go from -most to most.": np.abs(want),
+            "Adding 0.5 and cutting off rounds negative numbers up: np.rint.": grouped(w, group, most, how=lambda x: np.trunc(x + 0.5))[0],
         }  # fmt: skip
         alike(e, "codes", codes, want, mistakes)
 
 
 # ----------------------------------------------------------------------------- GPTQ
-def corrected(w, x, scale, most, damp, factor=lambda H: np.linalg.cholesky(np.linalg.inv(H)).T, sign=1, ridge=lambda H, damp: damp * np.diag(H).mean(), own=lambda U, j: U[j, j], behind=lambda n, j: n):  # fmt: skip
+def corrected(w, x, scale, most, damp, factor=lambda H: np.linalg.cholesky(np.linalg.inv(H)).T, sign=1, ridge=lambda H, damp: damp * np.diag(H).mean(), own=lambda U, j: U[j, j], behind=lambda n, j: n, limit_error=True):  # fmt: skip
     w, s = w.astype(np.float64), scale[:, 0].astype(np.float64)
     H = x.T.astype(np.float64) @ x
     H += ridge(H, damp) * np.eye(len(H))
     U, codes = factor(H), np.empty(w.shape)
     for j in range(w.shape[1]):
-        codes[:, j] = np.clip(np.rint(w[:, j] / s), -most, most)
-        e = (w[:, j] - codes[:, j] * s) / own(U, j)
+        nearest = np.rint(w[:, j] / s)
+        codes[:, j] = np.clip(nearest, -most, most)
+        e = (w[:, j] - (codes[:, j] if limit_error else nearest) * s) / own(U, j)
         end = behind(w.shape[1], j)
         w[:, j + 1 : end] -= sign * e[:, None] * U[j, j + 1 : end]
     return codes
@@ -147,6 +153,7 @@ GPTQ = {
     "damp is multiplied by the mean of H's diagonal.": dict(ridge=lambda H, damp: damp),
     "The mean is that of H's diagonal, not of all its elements.": dict(ridge=lambda H, damp: damp * H.mean()),
     "e is divided by U[j, j] once, not twice.": dict(own=lambda U, j: U[j, j] ** 2),
+    "The error is that of the limited code: what was cut off at most is wrong as well.": dict(limit_error=False),
 }  # fmt: skip
 
 
@@ -154,6 +161,7 @@ GPTQ = {
     "41.3", "gptq",
     first_step="H = x.T @ x, with damp times the mean of its diagonal added to the diagonal. U = np.linalg.cholesky(np.linalg.inv(H)).T.",
     hints={
+        "ValueError": "H is x.T @ x, one row and one column per column of w: (C, C).",
         "LinAlgError": "H is singular: add damp * np.diag(H).mean() to its diagonal before the inverse.",
         "UFuncOutputCastingError": "Corrections are fractions: copy w to float64 first.",
         "_UFuncOutputCastingError": "Corrections are fractions: copy w to float64 first.",
@@ -205,7 +213,7 @@ def gptq(e):
 
     right = lambda *arguments: Codes(corrected(*arguments).astype(np.int64).tolist())
     wrong = {text: lambda *a, o=options: Codes(corrected(*a, **o).astype(np.int64).tolist()) for text, options in GPTQ.items()}  # fmt: skip
-    judged(e, cases, read, right, wrong, other)
+    judged(e, cases, read, right, wrong, other, unchanged="w")
 
 
 class Codes(list):
@@ -272,6 +280,9 @@ def best_power(e):
         "Divide by c after the rounding: the weights are nearest(w * c, most) / c.": by(back=False),
         "c is the mean of |x|, not its maximum.": by(size=lambda x: np.abs(x).max(0)),
         "The mean is over the rows, axis 0: one number for each channel.": by(size=lambda x: np.abs(x).mean()),
+        "c is the mean of |x|, not |mean of x|.": by(size=lambda x: np.abs(x.mean(0))),
+        "c is a power of the size of the inputs x, not of the weights.": lambda w, x, powers, most: by(size=lambda _: np.abs(w).mean(0))(w, x, powers, most),
+        "The weights are multiplied by c and divided by it after rounding, not the other way round.": by(size=lambda x: 1 / np.abs(x).mean(0)),
     }  # fmt: skip
     other = lambda *_: (
         "The error is the sum of the squares of all elements of x (weights - w)^T; the smallest counts."

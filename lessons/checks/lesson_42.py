@@ -85,7 +85,9 @@ def opcodes(e):
         return {k: int(v) for k, v in got.items()}
 
     def other(arguments, want, got):
-        name = next(n for n in [*want, *got] if want.get(n, 0) != got.get(n, 0))
+        name = next((n for n in [*want, *got] if want.get(n, 0) != got.get(n, 0)), None)
+        if name is None:
+            return f"The dict has {next(n for n in got if n not in want)!r}, which is not an opcode of the listing."
         return f"{name!r} occurs {want.get(name, 0)} times, the dict says {got.get(name, 0)}."
 
     judged(e, cases, read, counted, OPCODES, other)
@@ -102,7 +104,10 @@ def moved(counts, vector=lambda w: 2 if "v2" in w else 4 if "v4" in w else 1, bi
 
 
 TRAFFIC = {
-    "Only global memory counts: `ld.param` and `ld.shared` read elsewhere.": (lambda c: moved(c, where=("global", "param", "shared")), lambda c: moved(c, where=("global", "param")), lambda c: moved(c, where=("global", "shared"))),
+    "Only global memory counts: `ld.param` and `ld.shared` read elsewhere.": tuple(lambda c, where=("global", *more): moved(c, where=where) for more in (("param", "shared", "local"), ("param", "shared"), ("param", "local"), ("shared", "local"), ("param",), ("shared",), ("local",))),
+    "Only ld and st count: other instructions, such as atom.global, are neither.": tuple(
+        lambda c, op=op: moved(c | {f"{op}.global.u32": c.get("atom.global.add.u32", 0)}) for op in ("ld", "st")
+    ),
     "v4 moves four numbers, v2 two.": lambda c: moved(c, vector=lambda w: 1),
     "v2 moves two numbers.": lambda c: moved(c, vector=lambda w: 4 if "v4" in w else 1),
     "v4 moves four numbers.": lambda c: moved(c, vector=lambda w: 2 if "v2" in w else 1),
@@ -125,7 +130,7 @@ TRAFFIC = {
 )  # fmt: skip
 def traffic(e):
     names = ["ld.global.f32", "ld.global.v4.f32", "ld.global.nc.v2.u32", "ld.global.u8", "ld.global.b16", "ld.param.u64", "ld.shared.f32", "st.global.f32",
-             "st.global.v4.b32", "st.global.v2.u64", "st.shared.f32", "add.s64", "ret", "bra", "cvt.f64.f32", "st.global.s16"]  # fmt: skip
+             "st.global.v4.b32", "st.global.v2.u64", "st.shared.f32", "add.s64", "ret", "bra", "cvt.f64.f32", "st.global.s16", "atom.global.add.u32", "ld.local.u32", "st.local.f32"]  # fmt: skip
     fixed = [{"ld.global.f32": 2, "st.global.f32": 1, "ld.param.u64": 5, "ret": 1}, {}, {"ret": 1, "bra.uni": 2}, dict.fromkeys(names, 1)]  # fmt: skip
     for _ in range(6):
         fixed.append({n: int(e.rng.integers(1, 4)) for n in names if e.rng.random() < 0.5})
@@ -177,6 +182,13 @@ def found(sass, keep=lambda to, here: to < here, base=16, pattern=r"BRA `\((\S+)
     return order([(places[t], h) for t, h in jumps if t in places and keep(places[t], h)])
 
 
+def last_label(sass):
+    """A mistake: of labels that follow each other, only the last one gets the address."""
+    lines = [line.strip() for line in sass.splitlines()]
+    kept = [a for a, b in zip(lines, [*lines[1:], ""]) if not (a.endswith(":") and b.endswith(":"))]
+    return found("\n".join(kept))
+
+
 LOOPS = {
     "A BRA to itself is no loop.": lambda s: found(s, keep=lambda to, here: to <= here),
     "A jump forwards is no loop: the label's address must be below that of the BRA.": (lambda s: found(s, keep=lambda to, here: to != here), lambda s: found(s, keep=lambda to, here: True), lambda s: found(s, keep=lambda to, here: to > here)),
@@ -187,6 +199,8 @@ LOOPS = {
     "In the order of the last address.": lambda s: found(s, order=sorted),
     "A label stands for the address of the instruction after it.": (lambda s: found(s, after=16), lambda s: found(s, after=-16), lambda s: found(s, clear=False)),
     "Addresses are hexadecimal: int(text, 16).": lambda s: found(s, base=10),
+    "The last address is that of the BRA, not the one after it.": lambda s: [(a, b + 16) for a, b in found(s)],
+    "Several labels may stand for the same address: keep all that were met since the last instruction.": last_label,
     "Return all loops, not only the first.": lambda s: found(s)[:1],
     "These are the numbers of instructions: return the addresses.": lambda s: [(b - a) // 16 + 1 for a, b in found(s)],
 }  # fmt: skip
@@ -245,6 +259,9 @@ LIMITS = {
     "A multiprocessor has four parts, each of which issues an instruction per cycle.": lambda *a: least(*a, parts=1),
     "Return issue first, then memory.": lambda *a: least(*a, swap=True),
     "nbytes are those of one element: n * nbytes.": lambda *a: least(*a, memory=lambda n, b, card: b / card["bandwidth"]),
+    "The clock is missing: a cycle takes 1 / clock seconds.": lambda n, t, i, b, card: Numbers((least(n, t, i, b, card)[0] * card["clock"], n * b / card["bandwidth"])),
+    "These are milliseconds: return seconds.": lambda *a: Numbers(1e3 * x for x in least(*a)),
+    "Bytes are moved for the n elements, not for threads past the end.": lambda n, t, i, b, card: least(n, t, i, b, card, memory=lambda n, b, card: math.ceil(n / t) * t * b / card["bandwidth"]),
     "Seconds are bytes over the bandwidth, not the other way round.": lambda *a: least(*a, memory=lambda n, b, card: card["bandwidth"] / (n * b)),
 }  # fmt: skip
 

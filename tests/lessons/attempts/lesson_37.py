@@ -186,3 +186,60 @@ def simpo(now, tokens, beta, gamma):
     m = beta * (now / tokens) @ np.array([1.0, -1.0]) - gamma
     s = -beta * np.exp(-np.logaddexp(0, m)) / len(m)
     return np.logaddexp(0, -m), np.stack([s, -s], 1) / tokens
+
+
+# %% 37.1 WRONG: without a small number in the logarithm
+def reward_loss(chosen, rejected):
+    m = chosen - rejected
+    p = np.exp(-np.logaddexp(0, -m))
+    return -np.mean(np.log(p + 1e-8)), (p - 1) / len(m), (1 - p) / len(m)
+
+
+# %% 37.2 WRONG: no power of beta
+def best_policy(reference, rewards, beta):
+    keep = reference > 0
+    z = np.where(keep, rewards, -np.inf)
+    p = reference**beta * np.exp(z - z.max())
+    return p / p.sum()
+
+
+# %% 37.3 WRONG: differences of probabilities
+def dpo(now, reference, beta):
+    r = beta * (np.exp(now) - np.exp(reference))
+    m = r[:, 0] - r[:, 1]
+    s = -beta * np.exp(-np.logaddexp(0, m))
+    return np.logaddexp(0, -m), np.stack([s, -s], 1)
+
+
+# %% 37.3 WRONG: Rows and columns are exchanged
+def dpo(now, reference, beta):
+    r = beta * (now - reference)
+    m = r[:, 0] - r[:, 1]
+    s = -beta * np.exp(-np.logaddexp(0, m))
+    return np.logaddexp(0, -m), np.stack([s, -s])
+
+
+# %% 37.3 RIGHT: by softmax of two
+def dpo(now, reference, beta):
+    r = beta * (now - reference)
+    lse = np.logaddexp(r[:, 0], r[:, 1])
+    p = np.exp(r - lse[:, None])
+    one = np.zeros_like(p)
+    one[:, 0] = 1
+    return lse - r[:, 0], beta * (p - one)
+
+
+# %% 37.4 WRONG: inside of log sigmoid
+def simpo(now, tokens, beta, gamma):
+    r = beta * now / tokens
+    m = r[:, 0] - r[:, 1]
+    s = -beta * np.exp(-np.logaddexp(0, m))
+    return np.logaddexp(0, -m) - gamma, np.stack([s, -s], 1) / tokens
+
+
+# %% 37.4 WRONG: gamma is missing in the slopes
+def simpo(now, tokens, beta, gamma):
+    r = beta * now / tokens
+    m = r[:, 0] - r[:, 1]
+    s = -beta * np.exp(-np.logaddexp(0, m))
+    return np.logaddexp(0, gamma - m), np.stack([s, -s], 1) / tokens

@@ -326,3 +326,23 @@ def bits_per_byte(loss, tokens, nbytes):
 # %% 38.4 WRONG: Return one number
 def bits_per_byte(loss, tokens, nbytes):
     return loss / np.log(2), tokens / nbytes
+
+
+# %% 38.1 WRONG: list of tokens was changed
+def joined(tokens, pair):
+    i = 0
+    while i < len(tokens) - 1:
+        if (tokens[i], tokens[i + 1]) == pair:
+            tokens[i : i + 2] = [pair[0] + pair[1]]
+        i += 1
+    return tokens
+
+
+# %% 38.4 WRONG: 1.44 is rounded
+def bits_per_byte(loss, tokens, nbytes):
+    return 1.44 * loss * tokens / nbytes
+
+
+# %% 38.4 WRONG: its own logarithm is not needed
+def bits_per_byte(loss, tokens, nbytes):
+    return np.log2(loss) * tokens / nbytes

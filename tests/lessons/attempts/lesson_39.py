@@ -180,3 +180,57 @@ def mixture(tokens, alpha, total):
 def mixture(tokens, alpha, total):
     w = [n**alpha for n in tokens]
     return sum(w), sum(w) * total
+
+
+# %% 39.1 WRONG: An n-gram has n tokens
+def repeated_share(tokens, n):
+    g = [tuple(tokens[i : i + n + 1]) for i in range(len(tokens) - n)]
+    return 1 - len(set(g)) / len(g) if g else 0.0
+
+
+# %% 39.1 WRONG: the first one counts, too
+def repeated_share(tokens, n):
+    g = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return (len(g) - len(set(g))) / (len(g) - 1) if len(g) > 1 else 0.0
+
+
+# %% 39.2 WRONG: float64 has 53 bits
+def signature(grams, a, b, prime):
+    v = a[:, None].astype(float) * grams + b[:, None]
+    return (v % prime).min(1).astype(np.int64)
+
+
+# %% 39.3 WRONG: A key must tell numbers apart
+def first_ones(signatures, bands):
+    r = signatures.shape[1] // bands
+    seen, kept = set(), []
+    for d, row in enumerate(signatures):
+        keys = {
+            f"{i}" + "".join(str(int(v)) for v in row[i * r : (i + 1) * r]) for i in range(bands)
+        }
+        if not keys & seen:
+            kept.append(d)
+        seen |= keys
+    return kept
+
+
+# %% 39.3 WRONG: The order of a band
+def first_ones(signatures, bands):
+    r = signatures.shape[1] // bands
+    seen, kept = set(), []
+    for d, row in enumerate(signatures):
+        keys = {(i, frozenset(row[i * r : (i + 1) * r].tolist())) for i in range(bands)}
+        if not keys & seen:
+            kept.append(d)
+        seen |= keys
+    return kept
+
+
+# %% 39.3 RIGHT: np.unique
+def first_ones(signatures, bands):
+    D, K = signatures.shape
+    keep = np.ones(D, bool)
+    for part in np.hsplit(signatures, bands):
+        _, first, back = np.unique(part, axis=0, return_index=True, return_inverse=True)
+        keep &= first[back.ravel()] == np.arange(D)
+    return np.nonzero(keep)[0].tolist()

@@ -143,3 +143,34 @@ def compare(a, b):
 def compare(a, b):
     d = np.array(a) - np.array(b)
     return d, d.std(ddof=1) / np.sqrt(len(d))
+
+
+# %% 40.1 WRONG: log2 and exp do not fit
+def fit_power(x, y, floor):
+    s, i = np.polyfit(np.log2(x), np.log2(np.array(y) - floor), 1)
+    return np.exp(i), -s
+
+
+# %% 40.1 WRONG: mean slope between neighbours
+def fit_power(x, y, floor):
+    u, v = np.log(x), np.log(np.array(y) - floor)
+    s = np.mean(np.diff(v) / np.diff(u))
+    return np.exp(v.mean() - s * u.mean()), -s
+
+
+# %% 40.2 WRONG: exponent of the first factor
+def best_size(C, A, alpha, B, beta):
+    N = (alpha * A / (beta * B)) * (C / 6) ** (beta / (alpha + beta))
+    return N, C / 6 / N
+
+
+# %% 40.4 WRONG: belongs into the deviation alone
+def compare(a, b):
+    d = np.array(a) - np.array(b)
+    return d.mean(), d.std(ddof=1) / np.sqrt(len(d) - 1)
+
+
+# %% 40.4 WRONG: two standard errors
+def compare(a, b):
+    d = np.array(a) - np.array(b)
+    return d.mean(), 2 * d.std(ddof=1) / np.sqrt(len(d))

@@ -173,3 +173,104 @@ def best_power(w, x, powers, most):
     size = np.abs(x).mean(0)
     e = [((x @ (nearest(w * size**p, most) / size**p - w).T) ** 2).sum() for p in powers]
     return e.index(min(e))
+
+
+# %% 41.1 WRONG: shifted down
+def unpack(packed):
+    c = np.empty((len(packed), 2 * packed.shape[1]), np.int8)
+    c[:, ::2] = packed & 15
+    c[:, 1::2] = (packed & 240).astype(np.int8)
+    c[c > 7] -= 16
+    return c
+
+
+# %% 41.1 WRONG: no sign with a size
+def unpack(packed):
+    c = np.empty((len(packed), 2 * packed.shape[1]), np.int8)
+    c[:, ::2] = packed & 15
+    c[:, 1::2] = packed >> 4
+    return np.where(c > 7, 8 - c, c)
+
+
+# %% 41.2 WRONG: rounds negative numbers up
+def quantize(w, group, most):
+    g = w.reshape(len(w), -1, group)
+    s = np.abs(g).max(2, keepdims=True) / most
+    s = np.where(s > 0, s, 1)
+    return (g / s + 0.5).astype(np.int8).reshape(w.shape), s[..., 0].astype(np.float32)
+
+
+# %% 41.2 WRONG: neighbouring weights of a row
+def quantize(w, group, most):
+    g = w.reshape(len(w), group, -1)
+    s = np.abs(g).max(1, keepdims=True) / most
+    s = np.where(s > 0, s, 1)
+    return np.rint(g / s).astype(np.int8).reshape(w.shape), s[:, 0].astype(np.float32)
+
+
+# %% 41.3 WRONG: that of the limited code
+def gptq(w, x, scale, most, damp):
+    w = w.astype(float).copy()
+    H = x.T @ x
+    H += damp * np.diag(H).mean() * np.eye(len(H))
+    U = np.linalg.cholesky(np.linalg.inv(H)).T
+    c = np.zeros(w.shape, np.int8)
+    for j in range(w.shape[1]):
+        r = np.rint(w[:, j] / scale[:, 0])
+        c[:, j] = np.clip(r, -most, most)
+        e = (w[:, j] - r * scale[:, 0]) / U[j, j]
+        w[:, j + 1 :] -= e[:, None] * U[j, j + 1 :]
+    return c
+
+
+# %% 41.3 WRONG: w was changed
+def gptq(w, x, scale, most, damp):
+    H = x.T @ x
+    H += damp * np.diag(H).mean() * np.eye(len(H))
+    U = np.linalg.cholesky(np.linalg.inv(H)).T
+    c = np.zeros(w.shape, np.int8)
+    for j in range(w.shape[1]):
+        c[:, j] = np.clip(np.rint(w[:, j] / scale[:, 0]), -most, most)
+        e = (w[:, j] - c[:, j] * scale[:, 0]) / U[j, j]
+        w[:, j + 1 :] -= e[:, None] * U[j, j + 1 :]
+    return c
+
+
+# %% 41.3 RIGHT: least squares on the free weights
+def gptq(w, x, scale, most, damp):
+    w = np.array(w, float)
+    H = x.T @ x
+    H = H + np.eye(len(H)) * damp * np.diag(H).mean()
+    out = np.zeros(w.shape, np.int8)
+    C = w.shape[1]
+    for j in range(C):
+        s = scale[:, 0]
+        q = np.clip(np.round(w[:, j] / s), -most, most)
+        out[:, j] = q
+        e = q * s - w[:, j]
+        f = np.arange(j + 1, C)
+        if len(f):
+            w[:, f] -= np.outer(e, np.linalg.solve(H[np.ix_(f, f)], H[f, j]))
+    return out
+
+
+# %% 41.4 WRONG: not of the weights
+def best_power(w, x, powers, most):
+    m = np.mean(np.abs(w), 0)
+    errs = []
+    for p in powers:
+        c = m**p
+        d = nearest(w * c, most) / c - w
+        errs.append(((x @ d.T) ** 2).sum())
+    return powers[int(np.argmin(errs))]
+
+
+# %% 41.4 WRONG: not |mean of x|
+def best_power(w, x, powers, most):
+    m = np.abs(np.mean(x, 0))
+    errs = []
+    for p in powers:
+        c = m**p
+        d = nearest(w * c, most) / c - w
+        errs.append(((x @ d.T) ** 2).sum())
+    return powers[int(np.argmin(errs))]

@@ -182,3 +182,93 @@ def limits(n, threads, instructions, nbytes, card):
     warps = math.ceil(n / threads) * math.ceil(threads / 32)
     per_second = 4 * card["multiprocessors"] * card["clock"]
     return warps * instructions / per_second, card["bandwidth"] / (n * nbytes)
+
+
+# %% 42.1 WRONG: not an opcode of the listing
+def opcodes(ptx):
+    c = {}
+    for line in ptx.splitlines():
+        w = line.split()
+        if not w:
+            continue
+        if w[0][0] == "@":
+            w = w[1:]
+        op = w[0].rstrip(";")
+        c.setdefault(op, 0)
+        if op in "{}" or op[0] in "./" or op[-1] == ":":
+            continue
+        c[op] += 1
+    return c
+
+
+# %% 42.2 WRONG: Only ld and st count
+def traffic(counts):
+    r = w = 0
+    for k, n in counts.items():
+        p = k.split(".")
+        if "global" in p:
+            b = int(p[-1][1:]) // 8 * (4 if "v4" in p else 2 if "v2" in p else 1)
+            if p[0] == "st":
+                w += b * n
+            else:
+                r += b * n
+    return r, w
+
+
+# %% 42.2 WRONG: Only global memory counts
+def traffic(counts):
+    r = w = 0
+    for k, n in counts.items():
+        p = k.split(".")
+        if p[0] in ("ld", "st") and p[1] not in ("param", "shared"):
+            b = int(p[-1][1:]) // 8 * (4 if "v4" in p else 2 if "v2" in p else 1)
+            if p[0] == "st":
+                w += b * n
+            else:
+                r += b * n
+    return r, w
+
+
+# %% 42.3 WRONG: Several labels may stand
+def loops(sass):
+    places, w, out = {}, None, []
+    for l in map(str.strip, sass.splitlines()):
+        if l.endswith(":"):
+            w = l[:-1]
+        m = re.match(r"/\*(\w+)\*/", l)
+        if m:
+            a = int(m[1], 16)
+            if w:
+                places[w] = a
+            w = None
+            j = re.search(r"BRA `\((\S+)\)", l)
+            if j and j[1] in places and places[j[1]] < a:
+                out.append((places[j[1]], a))
+    return out
+
+
+# %% 42.3 WRONG: not the one after it
+def loops(sass):
+    places, w, out = {}, [], []
+    for l in map(str.strip, sass.splitlines()):
+        if l.endswith(":"):
+            w.append(l[:-1])
+        m = re.match(r"/\*(\w+)\*/", l)
+        if m:
+            a = int(m[1], 16)
+            for k in w:
+                places[k] = a
+            w = []
+            j = re.search(r"BRA `\((\S+)\)", l)
+            if j and j[1] in places and places[j[1]] < a:
+                out.append((places[j[1]], a + 16))
+    return out
+
+
+# %% 42.4 WRONG: not for threads past the end
+def limits(n, threads, instructions, nbytes, card):
+    b = math.ceil(n / threads)
+    w = b * math.ceil(threads / 32)
+    return w * instructions / (
+        4 * card["multiprocessors"] * card["clock"]
+    ), b * threads * nbytes / card["bandwidth"]
