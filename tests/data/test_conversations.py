@@ -185,5 +185,5 @@ def test_what_is_refused(tokenizer, messages, fields, words):
 
 
 def test_a_template_that_renders_nothing(tokenizer):
-    with pytest.raises(UserError, match="^x line 1: the chat template renders nothing"):
+    with pytest.raises(UserError, match=r"^x line 1: the chat template renders nothing"):
         conversation(TALK).prompt(tokenizer, ChatTemplate("{# messages #}", {}))

@@ -121,7 +121,8 @@ def test_closure():
 
 def test_mistakes():
     with pytest.raises(
-        ValueError, match=r"^Muon: a parameter has shape \(7,\) and is no matrix: give it to AdamW$"
+        ValueError,
+        match=r"^Muon: a parameter has shape \(7,\) and is not a matrix: give it to AdamW$",
     ):
         xt.Muon(parameters("cpu"))
     half = parameters("cpu", torch.float16)

@@ -570,7 +570,7 @@ def test_a_chosen_template_is_saved_with_the_run(tmp_path, folder, capsys):
     with pytest.raises(UserError, match="the template plain has no tools"):
         saved.render(TALK, tools=[{}])
     with pytest.raises(
-        UserError, match=r"--chat-template llama is no file .* one of chatml, llama3"
+        UserError, match=r"--chat-template llama is not a file .* one of chatml, llama3"
     ):
         corpus_of(folder, data, chat_template="llama")
     with pytest.raises(UserError, match=r"line 1: .*'x'.* does not read this value"):

@@ -442,7 +442,7 @@ def _sentencepiece(file: _File, tokens: list[str], vocab: dict[str, int]) -> dic
     if file.get("tokenizer.ggml.add_space_prefix", True):
         normalizers.insert(0, {"type": "Prepend", "prepend": "▁"})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    unknown = tokens[file.token_id("unknown", 0)]
+    unknown = tokens[file.token_id("unknown", 0) or 0]
     merges = merges_of(vocab, scores)
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},

@@ -178,7 +178,7 @@ class Muon(_Optimizer):
             for p in group["params"]:
                 if p.dim() != 2:
                     raise ValueError(
-                        f"Muon: a parameter has shape {tuple(p.shape)} and is no matrix: give it "
+                        f"Muon: a parameter has shape {tuple(p.shape)} and is not a matrix: give it "
                         "to AdamW"
                     )
 

@@ -154,7 +154,7 @@ def template_source(choice: str, tokenizer: Tokenizer) -> str:
         return Path(choice).read_text(encoding="utf-8")
     except (OSError, ValueError):
         raise UserError(
-            f"--chat-template {choice} is no file in UTF-8: give one, or one of "
+            f"--chat-template {choice} is not a file in UTF-8: give one, or one of "
             f"{', '.join((*NAMED, 'plain'))}"
         ) from None
 
