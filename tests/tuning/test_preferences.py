@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+import types
 from dataclasses import replace
 
 import numpy as np
@@ -17,8 +19,8 @@ from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.prefer import main, prefer
 from xtrain.tuning.examples import Example
-from xtrain.tuning.prefer import PreferConfig, PreferRun
-from xtrain.tuning.preference_losses import LOSSES, Answers
+from xtrain.tuning.prefer import PreferConfig, PreferRun, loss_named
+from xtrain.tuning.preference_losses import LOSSES, Answers, Losses
 from xtrain.tuning.preferences import Preferences, mismatched, read_rows
 
 CHATML = (
@@ -315,6 +317,21 @@ def test_adapters_that_are_trained_further_are_the_reference(tmp_path, folder):
     for trained in (first, run):
         assert abs(metrics(trained)[0]["loss"] - np.log(2)) < 1e-5
     assert [m for m in metrics(first) if "margin" in m][-1]["margin"] > 0.05
+
+
+@pytest.mark.parametrize(
+    "own, words",
+    [
+        (lambda x, options: 1 / 0, r"--loss a_loss:own raised ZeroDivisionError"),
+        (lambda x, options: 5, r"must return Losses of shapes .*, got 5: fix the function"),
+        (lambda x, options: Losses(x.logprobs, x.logprobs, x.logprobs), r"must return Losses of shapes"),
+    ],
+)  # fmt: skip
+def test_a_bad_loss_is_one_sentence(own, words, monkeypatch):
+    monkeypatch.setitem(sys.modules, "a_loss", types.SimpleNamespace(own=own))
+    with pytest.raises(UserError, match=words) as caught:
+        loss_named("a_loss:own")(Answers(np.ones((2, 2)), np.ones((2, 2)), np.ones((2, 2))), None)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_loss_of_ones_own(tmp_path, folder, monkeypatch):

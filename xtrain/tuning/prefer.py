@@ -24,7 +24,7 @@ from ..formats.saved_runs import Saved
 from ..kernels.cross_entropy import IGNORE
 from ..nn import functional as F
 from ..nn.autograd import Tensor, no_grad
-from ..options import find_function
+from ..options import described, find_function, one_line
 from ..run_options import RESUME_KEYS
 from ..training.run import StepResult, each_array
 from ..training.single_device import SingleDevice
@@ -131,7 +131,23 @@ def loss_named(name: str) -> Loss:
         return LOSSES[name]
     if ":" not in name:
         raise UserError(f"--loss {name} is not known: choose {', '.join(LOSSES)}, or MODULE:FUNCTION")  # fmt: skip
-    return find_function("--loss", name, "my_loss:hinge")
+    function = find_function("--loss", name, "my_loss:hinge")
+
+    def checked(answers: Answers, options: Any) -> Losses:
+        try:
+            found = function(answers, options)
+        except (Exception, SystemExit) as error:
+            raise UserError(f"--loss {name} raised {described(error)}: fix the function") from error
+        shape = answers.logprobs.shape
+        expected = shape[:1], shape, shape
+        if not isinstance(found, Losses) or tuple(map(np.shape, vars(found).values())) != expected:
+            raise UserError(
+                f"--loss {name} must return Losses of shapes {expected}, got "
+                f"{one_line(repr(found))}: fix the function"
+            )
+        return found
+
+    return checked
 
 
 def read_preferences(config: PreferConfig, source: Path, context: int) -> Preferences:
