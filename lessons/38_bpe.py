@@ -13,7 +13,7 @@
 #
 # *About 75 minutes. You need [lesson 8](08_training.ipynb).*
 #
-# **The question.** A model reads and writes ids, not text. Who decided that ` walked` is one id and ` Walked` three, why
+# **The question.** A model reads and writes ids, not text. Who decided that ` walked` is one id and ` Walked` four, why
 # does another tokenizer give other ids for the same text, and how can two models be compared whose tokens differ?
 #
 # You will write byte pair encoding (BPE): the merge of a pair, the training that finds the pairs, and the encoding that
@@ -290,7 +290,7 @@ def shown(text, merges=merges):
     )
 
 
-for example in ("The walker", "the walker", "walker", " climbers", " 1984", " Walking"):
+for example in ("The walker", "the walker", "walker", " climbers", " 1984", " Walking", " walking"):
     print(f"{example!r:13} {shown(example)}")
 
 # %% [markdown]
@@ -331,7 +331,7 @@ lesson.figures.graph(*tree(b" painted", merges), "how ' painted' is encoded; _ i
 #   tokens than any other one.
 # - **A space belongs to the word after it.** `walker` and ` walker` are different tokens, and a prompt that ends with a space ends
 #   with a token that rarely occurs before a word.
-# - **Capital letters are other bytes.** ` Walking` shares no token with ` walking` but its end.
+# - **Capital letters are other bytes.** ` Walking` has four tokens, as shown above, and ` walking` is one: they share none.
 # - **Text is not encoded part by part.** The tokens of two parts are not always those of the whole:
 
 # %%
@@ -393,7 +393,7 @@ lesson.check("38.4", bits_per_byte)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# One nat is 1 / ln 2 = 1.44 bits.
+# One nat is 1 / ln 2 bits, about 1.44. `np.log` is the natural logarithm.
 #
 # </details>
 

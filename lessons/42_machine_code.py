@@ -118,7 +118,8 @@ print(CARELESS.strip())
 # | `ld.global.f32`, `st.global.f32` | reads, writes one float32 |
 # | `cvt.f64.f32`, `fma.rn.f64`, `cvt.rn.f32.f64` | **the carelessness**: 0.5 is a float64 in Python, so the sum is one, too |
 #
-# The last row is the first thing to look for. A GPU for games has 1/64 of its float32 units for float64, and the result is the same here.
+# The last row is the first thing to look for. A GPU for games has one float64 unit for 64 of float32 (2 and 128 results per multiprocessor and cycle at compute
+# capability 8.9: CUDA programming guide, table of arithmetic throughput), and the result is the same here.
 #
 # ## Exercise 42.1: count the instructions
 
@@ -543,7 +544,7 @@ print(lesson.records.machine(list(records.values())))
 
 # %% [markdown]
 # With 256 threads memory is the limit, and the kernel comes close to it; the issue limit is far away, so the instructions for addresses cost nothing. They hide behind the memory.
-# With one thread per block, 31 of 32 lanes of each warp are empty, and the issue limit is already ten times that of memory. But the measured time is far above *both*. Then neither
+# With one thread per block, 31 of 32 lanes of each warp are empty, and the issue limit is already twelve times that of memory. But the measured time is far above *both*. Then neither
 # bytes nor instructions are the reason, and it has to be looked for elsewhere: the GPU starts blocks one after the other (lesson 31).
 #
 # That is how to read a profile: compute the limits that you know, take the largest, and if the time is far above it, look for what you have left out: latency with too little in
