@@ -327,7 +327,7 @@ for steps, x in right.items():
 # ## Is the difference real?
 #
 # 200 questions are a sample of all that could have been asked. The share of right answers has a **standard error** $\sigma / \sqrt n$, where $\sigma$ is the standard
-# deviation of the zeros and ones, in the column after the share. A difference of two such shares looks lost in the errors. But both models got the *same* questions, and
+# deviation of the zeros and ones, in the column after the share. The difference between 300 and 400 steps looks lost in these errors. But both models got the *same* questions, and
 # most of them both get right, or both get wrong. What decides is the differences, question by question: $d_i = a_i - b_i$, with a mean and a standard error of their own.
 #
 # ## Exercise 40.4: compare two models

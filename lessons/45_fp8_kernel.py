@@ -232,8 +232,7 @@ def both_kernel(codes_NK, codes_KN, x_NK, scale_1):
     """codes[n, k] = e5m2_code(x[n, k] / scale[0]), and the same transposed: codes_KN[k, n].
 
     Grid (ceil(K / 32), ceil(N / 32)), block (32, 8): block (i, j) has the tile of columns from 32 i
-    and rows from
-    32 j on, a thread 4 of its rows. x, float32, is read once.
+    and rows from 32 j on, a thread 4 of its rows. x, float32, is read once.
     A warp (32 threads of one threadIdx.y) reads and writes 32 neighbours in each of the three
     arrays.
     """
@@ -264,8 +263,7 @@ def both_kernel_solution(codes_NK, codes_KN, x_NK, scale_1):
     """codes[n, k] = e5m2_code(x[n, k] / scale[0]), and the same transposed: codes_KN[k, n].
 
     Grid (ceil(K / 32), ceil(N / 32)), block (32, 8): block (i, j) has the tile of columns from 32 i
-    and rows from
-    32 j on, a thread 4 of its rows. x, float32, is read once.
+    and rows from 32 j on, a thread 4 of its rows. x, float32, is read once.
     A warp (32 threads of one threadIdx.y) reads and writes 32 neighbours in each of the three
     arrays.
     """
