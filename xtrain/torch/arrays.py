@@ -177,7 +177,7 @@ def run_on_gpu(launcher: Callable, arguments: Sequence[Any], index: int) -> list
     if gpu is None:
         raise UserError(
             "xtrain's kernels need CuPy for CUDA tensors, and it is missing or finds no GPU: "
-            "run `pip install xtrain[gpu]` (gpu12 for CUDA 12), then `xtrain doctor`"
+            "run `pip install -e '.[gpu]'` (gpu12 for CUDA 12), then `xtrain doctor`"
         )
     cuda = gpu.cuda
     memory = TorchMemory(_device(index))
