@@ -201,6 +201,10 @@ class Attempt:
             raise Wrong(
                 f"Nothing is written yet: fill the gap `# {GAP}`.\nFirst step: {self.exercise.first_step}"
             )
+        if facts.unwritten:
+            raise Wrong(
+                f"{name} calls {facts.unwritten}, which is not written yet: fill its gap first."
+            )
         if self.exercise.kernel and not facts.kernel:
             raise Wrong(f"{name} is a plain Python function: write @cuda.jit above it.")
         if facts.of_library:
@@ -493,6 +497,7 @@ ADVICE = (  # the advice for an error whose message contains all these words
     (("'Array'", "not iterable"), WHOLE),
     (("truth value of an array",), "An array of several elements is neither true nor false: choose with np.where, ask whether it `is None`, or use .any() or .all()."),
     (("is not callable",), "A number is called like a function: remove the () after it."),
+    (("'tuple' object cannot be interpreted",), "A tuple stands here where an integer is needed: take one of its elements, or the number of elements."),
     (("cannot be interpreted as an integer",), "An index must be an integer: divide with //, not with /."),
     (("lanes hold float", "int64"), "A sum that starts with the integer 0 does not keep one type: start it with float32(0.0)."),
     (

@@ -13,6 +13,11 @@ class Memory:
     def __init__(self, e, x, row, BLOCK):
         self.e, self.x, self.row, self.BLOCK = e, x, row, BLOCK
         self.y = np.full(x.shape, np.nan, np.float32)
+        self.loaded, self.stored = np.zeros(x.size, bool), np.zeros(x.size, bool)
+        self.store_called = False
+
+    def program_id(self):
+        return self.row
 
     def checked(self, name, offsets, mask):
         e, C = self.e, self.x.shape[1]
@@ -22,16 +27,22 @@ class Memory:
         at = offsets[mask]
         first = self.row * C
         outside = at[(at < first) | (at >= first + C)]
-        e.need(not len(outside), f"{name}: offset {outside[:1]} is outside of row {self.row}, which is {first} to {first + C - 1}. Is it masked, and does a row begin at program_id() * C?")  # fmt: skip
+        if len(outside):
+            raise e.wrong(f"{name}: offset {outside[0]} is outside of row {self.row}, which is {first} to {first + C - 1}. Is it masked, and does a row begin at program_id() * C?")  # fmt: skip
         return offsets, mask
 
     def load(self, offsets, mask, other):
         offsets, mask = self.checked("load", offsets, mask)
+        self.loaded[offsets[mask]] = True
         return np.where(mask, self.x.reshape(-1)[np.where(mask, offsets, 0)], np.float32(other))
 
     def store(self, offsets, values, mask):
+        self.store_called = True
         offsets, mask = self.checked("store", offsets, mask)
-        values = np.broadcast_to(np.asarray(values, np.float32), (self.BLOCK,))
+        values = np.asarray(values, np.float32)
+        self.e.need(values.shape in ((), (self.BLOCK,)), f"store: the values must be {self.BLOCK} numbers, one for each element of the block; got shape {values.shape}.")  # fmt: skip
+        values = np.broadcast_to(values, (self.BLOCK,))
+        self.stored[offsets[mask]] = True
         self.y.reshape(-1)[offsets[mask]] = values[mask]
 
 
@@ -46,11 +57,14 @@ def softmax(x, most=None, other=None, extra=0, sum_of=np.sum):
 @exercise(
     "43.1", "softmax_program",
     first_step="c = np.arange(BLOCK), and x = load(program_id() * C + c, c < C, other). Which `other` changes neither the maximum nor the sum?",
-    hints={"TypeError": "load(offsets, mask, other), store(offsets, values, mask) and program_id() are functions: call them so."},
+    hints={
+        "TypeError": "load(offsets, mask, other), store(offsets, values, mask), program_id() and x.max() are functions: call them so.",
+        "ValueError": "Offsets, values and mask are arrays of BLOCK elements: row r begins at offset r * C.",
+    },
     kernel=False,
 )  # fmt: skip
 def softmax_program(e):
-    fixed = [([[0.0, 1.0, 2.0]], 4), ([[-5.0, -6.0, -7.0], [1.0, 1.0, 1.0]], 4), ([[1.0, 2.0, 3.0, 4.0]] * 2, 4), ([[500.0, 499.0, -500.0]] * 3, 8), ([[-200.0], [-300.0]], 2)]  # fmt: skip
+    fixed = [([[0.0, 1.0, 2.0]], 4), ([[-5.0, -6.0, -7.0], [1.0, 1.0, 1.0]], 4), ([[1.0, 2.0, 3.0, 4.0]] * 2, 4), ([[500.0, 499.0, -500.0]] * 3, 8), ([[-200.0], [-300.0], [-(2.0**100)]], 2)]  # fmt: skip
 
     def draw(rng):
         R, C = int(rng.integers(2, 4)), int(rng.integers(2, 12))
@@ -61,16 +75,23 @@ def softmax_program(e):
         for row in range(len(x)):
             memory = Memory(e, x, row, BLOCK)
             C, mine = x.shape[1], x[row]
-            got = e.call(lambda row=row: row, memory.load, memory.store, C, BLOCK, case=f"x {x.tolist()}, BLOCK {BLOCK}, program {row}")  # fmt: skip
-            e.need(got is None or not np.isnan(memory.y[row]).all(), "Nothing was stored: a program returns nothing, store(offsets, values, mask) writes to y.")  # fmt: skip
-            e.need(not np.isnan(memory.y[row]).all(), "Nothing was stored, or only NaN: is something infinite - infinite, or 0 / 0?")  # fmt: skip
+            e.call(memory.program_id, memory.load, memory.store, C, BLOCK, case=f"x {x.tolist()}, BLOCK {BLOCK}, program {row}")  # fmt: skip
+            e.need(memory.store_called, "Nothing was stored: a program returns nothing, store(offsets, values, mask) writes to y.")  # fmt: skip
+            loaded, stored = (
+                memory.loaded.reshape(x.shape)[row],
+                memory.stored.reshape(x.shape)[row],
+            )
+            e.need(stored.all(), f"Element {stored.argmin()} of the row was never stored: the mask is True for every element of the row.")  # fmt: skip
             beyond = dict(extra=BLOCK - C)
             mistakes = {
+                f"Element {loaded.argmin()} of the row was never loaded: the mask is True for every element of the row.": lambda got, loaded=loaded: not loaded.all(),
+                "`other` is larger than every element of this row, so it is the maximum. Which number is never the largest?": lambda got, x=mine: x.max() < -1e20 and not got.any(),
+                "Only NaN was stored: infinite - infinite and 0 / 0 are NaN. Is the row's largest element subtracted, without the places beyond the row?": lambda got: bool(np.isnan(got).all()),
                 "The elements beyond the row are in the sum: exp(0 - m) is not 0. Which `other` adds nothing?": softmax(mine, other=0.0, **beyond),
                 "The maximum is missing: exp of a large number is infinite. Subtract the row's largest element.": lambda got: bool(np.isnan(got).any()),
                 "`other` must add nothing to the sum: exp of a very negative number, not of a large one.": softmax(mine, other=1.0, **beyond),
                 "Divide by the sum of the row.": softmax(mine, sum_of=lambda e: 1.0),
-                "The mean is not the sum.": softmax(mine, sum_of=np.mean),
+                "The mean is not the sum.": softmax(mine, other=-np.inf, sum_of=np.mean, **beyond),
                 "The logarithm of softmax was stored.": np.log(np.maximum(softmax(mine), 1e-300)),
             }  # fmt: skip
             e.same("y[row]", memory.y[row].astype(np.float64), softmax(mine), mistakes, 1e-4, 1e-6)
@@ -81,7 +102,9 @@ def size(shape):
     return shape if isinstance(shape, int) else int(np.prod([size(s) for s in shape]))
 
 
-def place(i, shape, stride, last=False, flat=False, divide=True, add=lambda a, b: a + b):
+def place(
+    i, shape, stride, last=False, flat=False, divide=True, modulo=True, add=lambda a, b: a + b
+):
     """The right answer. last: the last mode runs fastest"""
     if isinstance(shape, int):
         return i * stride
@@ -90,13 +113,18 @@ def place(i, shape, stride, last=False, flat=False, divide=True, add=lambda a, b
         if flat and not isinstance(s, int):
             total += (i % size(s)) * first_of(d)
         else:
-            total = add(total, place(i % size(s), s, d, last, flat, divide, add))
+            coordinate = i % size(s) if modulo else i
+            total = add(total, place(coordinate, s, d, last, flat, divide, modulo, add))
         i = i // size(s) if divide else i
     return total
 
 
 def first_of(d):
     return d if isinstance(d, int) else first_of(d[0])
+
+
+def ones(shape):
+    return 1 if isinstance(shape, int) else tuple(ones(s) for s in shape)
 
 
 def text(layout):
@@ -108,9 +136,12 @@ OFFSET = {
     "After a mode, i // its size is what is left for the others.": lambda i, s, d: place(i, s, d, divide=False),
     "A mode may be a tuple, with an inner layout: call offset for it.": lambda i, s, d: place(i, s, d, flat=True),
     "The offset does not depend on i alone: use the strides.": lambda i, s, d: i,
+    "These are the coordinates, added: use the strides.": lambda i, s, d: place(i, s, ones(s)),
+    "The coordinate of a mode is i % its size.": lambda i, s, d: place(i, s, d, modulo=False),
+    "This is the offset of the first mode only: add those of all modes.": lambda i, s, d: i % first_of(s) * first_of(d),
     "This is the offset of the last mode only: add those of all modes.": lambda i, s, d: place(i, s, d, add=lambda a, b: b),
 }  # fmt: skip
-LAYOUTS = [((2, 4), (4, 1)), ((4, (2, 3)), (2, (1, 8))), (5, 3), ((3,), (2,)), ((2, 2, 3), (1, 10, 100)), (((2, 2), (3, 2)), ((1, 4), (16, 64))), ((4, 2), (0, 1))]  # fmt: skip
+LAYOUTS = [((2, 4), (4, 1)), ((4, (2, 3)), (2, (1, 8))), (5, 3), ((3,), (2,)), ((2, 2, 3), (1, 10, 100)), (((2, 2), (3, 2)), ((1, 4), (16, 64))), ((4, 2), (0, 1)), (((2, (2, 3)), 2), ((1, (2, 4)), 100))]  # fmt: skip
 
 
 def whole(e, got):
@@ -132,7 +163,8 @@ def random_layout(rng, depth=0):
     allow=("offset", "size"),
     hints={
         "RecursionError": "For an integer shape the answer is i * stride, without a call.",
-        "TypeError": "shape and stride are integers, or tuples of the same length: isinstance(shape, int).",
+        "TypeError": "shape and stride are integers, or tuples of the same length, at any depth: isinstance(shape, int).",
+        "IndexError": "A tuple may have any number of modes, also one.",
     },
     kernel=False,
 )  # fmt: skip
@@ -151,7 +183,10 @@ OWNED = {
     "The offset of the thread is missing: threads(t) + values(v).": lambda t, threads, values: elements(0, threads, values),
     "The thread's number is not its offset: threads(t).": lambda t, threads, values: [t + place(v, *values) for v in range(size(values[0]))],
     "The value's number is not its offset: values(v).": lambda t, threads, values: [place(t, *threads) + v for v in range(size(values[0]))],
-    "threads and values are exchanged.": lambda t, threads, values: [place(v, *threads) + place(t, *values) for v in range(size(threads[0]))],
+    "threads and values are exchanged.": tuple(
+        lambda t, threads, values, count=count: [place(v, *threads) + place(t, *values) for v in range(size(count(threads, values)[0]))]
+        for count in (lambda threads, values: threads, lambda threads, values: values)
+    ),
     "These are the values of all threads: one thread is asked for.": lambda t, threads, values: [place(u, *threads) + place(v, *values) for u in range(size(threads[0])) for v in range(size(values[0]))],
     "In the order of the values, not sorted.": lambda t, threads, values: sorted(elements(t, threads, values)),
     "There are size(values[0]) values, also if the shape is nested.": lambda t, threads, values: elements(t, threads, values)[: values[0] if isinstance(values[0], int) else len(values[0])],
@@ -162,7 +197,7 @@ OWNED = {
     "43.3", "owned",
     first_step="offset(thread, *threads) is where the thread begins. The values v = 0, 1, ... add offset(v, *values).",
     allow=("offset", "size"),
-    hints={"TypeError": "A layout is (shape, stride): offset(v, *values) passes both."},
+    hints={"TypeError": "A layout is (shape, stride), both integers or tuples: offset(v, *values) passes both."},
     kernel=False,
 )  # fmt: skip
 def owned(e):
@@ -177,4 +212,9 @@ def owned(e):
         e.need(np.ndim(got) == 1, f"Return a list of offsets, got {got!r}.")
         return [whole(e, x) for x in got]
 
-    judged(e, cases, read, elements, OWNED, lambda *_: "Value v of the thread is at threads(t) + values(v).")  # fmt: skip
+    def other(arguments, want, got):
+        if len(got) != len(want):
+            return f"There are size(values[0]) values: {len(want)} here, not {len(got)}."
+        return "Value v of the thread is at threads(t) + values(v)."
+
+    judged(e, cases, read, elements, OWNED, other)

@@ -26,6 +26,25 @@ def is_empty(source):
     return all(isinstance(s, ast.Pass) or text(s) or given(s) for s in body)
 
 
+def unwritten_helper(function) -> str:
+    """The name of another function of the reader that this one uses and whose gap is still empty, or ""."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):  # a lambda
+        return ""
+    names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    for name in sorted(names - set(function.__code__.co_varnames)):
+        helper = function.__globals__.get(name)
+        helper = getattr(helper, "py_func", helper)
+        if not isinstance(helper, types.FunctionType) or helper is function:
+            continue
+        with contextlib.suppress(OSError):
+            source = textwrap.dedent(inspect.getsource(helper))
+            if GAP in source and is_empty(source):
+                return name
+    return ""
+
+
 def without_comments(source) -> str:
     """A function's source without comments and without strings that stand alone."""
     try:

@@ -28,7 +28,14 @@ from xtrain.simulator.launch import previous
 from xtrain.simulator.observers import ATOMIC, READ, WRITE, Observer
 from xtrain.simulator.source import translate
 
-from .reading import LIBRARY, cast_constants, home_of, is_empty, library_name
+from .reading import (
+    LIBRARY,
+    cast_constants,
+    home_of,
+    is_empty,
+    library_name,
+    unwritten_helper,
+)
 from .trace import Access, tracing
 
 SECONDS = 20  # time limit of an attempt; a solution takes at most three seconds
@@ -43,7 +50,7 @@ class Facts:
     """What the source of an attempt shows before it runs.
 
     kind: the name of its type. source: None if there is none. kernel: is it a @cuda.jit kernel? of_library: a name of
-    the library that it uses, or "".
+    the library that it uses, or "". unwritten: a function that it calls and that still has its gap, or "".
     """
 
     kind: str
@@ -53,6 +60,7 @@ class Facts:
     kernel: bool = False
     of_library: str = ""
     parameters: tuple[str, ...] = ()
+    unwritten: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,8 @@ class Runner:
             library = home_of(function)
         parameters = tuple(inspect.signature(function).parameters)
         kernel = hasattr(self.work, "py_func")
-        return Facts(kind, True, source, is_empty(source), kernel, library, parameters)
+        unwritten = unwritten_helper(function)
+        return Facts(kind, True, source, is_empty(source), kernel, library, parameters, unwritten)
 
     def read(self, question: Callable) -> Any:
         """-> question(the reader's function). question: a function of a module without answers."""

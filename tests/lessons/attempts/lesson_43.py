@@ -43,6 +43,56 @@ def softmax_program(program_id, load, store, C, BLOCK):
         store(program_id() * C + c, np.exp(x), True)
 
 
+# %% 43.1 RIGHT: other is NaN, which nanmax and nansum leave out
+def softmax_program(program_id, load, store, C, BLOCK):
+    c = np.arange(BLOCK)
+    x = load(program_id() * C + c, c < C, np.nan)
+    e = np.exp(x - np.nanmax(x))
+    store(program_id() * C + c, e / np.nansum(e), c < C)
+
+
+# %% 43.1 WRONG: larger than every element of this row
+# as the solution, but:
+# -     x = load(program_id() * C + c, c < C, -np.inf)
+# +     x = load(program_id() * C + c, c < C, -1e9)
+
+
+# %% 43.1 WRONG: Only NaN was stored
+# as the solution, but:
+# -     e = np.exp(x - x.max())
+# +     e = np.exp(x - np.abs(x).max())
+
+
+# %% 43.1 WRONG: Element 2 of the row was never loaded
+# as the solution, but:
+# -     x = load(program_id() * C + c, c < C, -np.inf)
+# +     x = load(program_id() * C + c, c < C - 1, -np.inf)
+
+
+# %% 43.1 WRONG: Element 0 of the row was never stored
+# as the solution, but:
+# -     store(program_id() * C + c, e / e.sum(), c < C)
+# +     store(program_id() * C + c, e / e.sum(), program_id() * C + c < C)
+
+
+# %% 43.1 WRONG: the values must be 4 numbers
+# as the solution, but:
+# -     store(program_id() * C + c, e / e.sum(), c < C)
+# +     store(program_id() * C + c, (e / e.sum())[:C], c < C)
+
+
+# %% 43.1 WRONG: too few or too many arguments
+# as the solution, but:
+# -     x = load(program_id() * C + c, c < C, -np.inf)
+# +     x = load(program_id(0) * C + c, c < C, -np.inf)
+
+
+# %% 43.1 WRONG: row r begins at offset r * C
+# as the solution, but:
+# -     x = load(program_id() * C + c, c < C, -np.inf)
+# +     x = load((program_id(), c), c < C, -np.inf)
+
+
 # %% 43.2 RIGHT: flatten first
 def offset(i, shape, stride):
     def flat(x):
@@ -95,10 +145,54 @@ def offset(i, shape, stride):
         return i * stride
     total = 0
     for s, d in zip(shape, stride):
-        n = int(np.prod(s))
-        total += (i % n) * (d if isinstance(d, int) else d[0] if isinstance(d[0], int) else d[0][0])
-        i //= n
+        while not isinstance(d, int):
+            d = d[0]
+        total += i % size(s) * d
+        i //= size(s)
     return total
+
+
+# %% 43.2 WRONG: at any depth
+def offset(i, shape, stride):
+    if isinstance(shape, int):
+        return i * stride
+    total = 0
+    for s, d in zip(shape, stride):
+        if isinstance(s, int):
+            total += i % s * d
+        else:
+            j = i % size(s)
+            for inner, step in zip(s, d):
+                total += j % inner * step
+                j //= inner
+        i //= size(s)
+    return total
+
+
+# %% 43.2 WRONG: any number of modes
+def offset(i, shape, stride):
+    if isinstance(shape, int):
+        return i * stride
+    n = size(shape[0])
+    return offset(i % n, shape[0], stride[0]) + offset(i // n, shape[1], stride[1])
+
+
+# %% 43.2 WRONG: of the first mode only
+# as the solution, but:
+# -     return total
+# +         return total
+
+
+# %% 43.2 WRONG: The coordinate of a mode
+# as the solution, but:
+# -         total += offset(i % size(s), s, d)
+# +         total += offset(i, s, d)
+
+
+# %% 43.2 WRONG: These are the coordinates
+# as the solution, but:
+# -         return i * stride
+# +         return i
 
 
 # %% 43.3 RIGHT: its own offset
@@ -136,3 +230,26 @@ def owned(thread, threads, values):
 # -     return [at(thread, threads) + at(v, values) for v in range(n)]
 # +     n = int(np.prod(flat(threads[0])))
 # +     return [at(thread, values) + at(v, threads) for v in range(n)]
+
+
+# %% 43.3 WRONG: threads and values are exchanged
+# as the attempt above, but:
+# -     return [at(thread, threads) + at(v, values) for v in range(n)]
+# +     return [at(thread, values) + at(v, threads) for v in range(n)]
+
+
+# %% 43.3 WRONG: A tuple stands here
+# as the attempt above, but:
+# -     n = int(np.prod(flat(values[0])))
+# +     n = values[0]
+
+
+# %% 43.3 WRONG: There are size(values[0]) values
+# as the attempt above, but:
+# -     n = int(np.prod(flat(values[0])))
+# +     n = int(np.prod(flat(threads[0])))
+
+
+# %% 43.3 WRONG: calls offset, which is not written yet
+def owned(thread, threads, values):
+    return [offset(thread, *threads) + offset(v, *values) for v in range(size(values[0]))]

@@ -8,7 +8,7 @@ MISTAKES = [
     ("43.1", "-np.inf", "0.0", "are in the sum"),
     ("43.1", "np.exp(x - x.max())", "np.exp(x)", "The maximum is missing"),
     ("43.1", "e / e.sum()", "e", "Divide by the sum"),
-    ("43.1", "e / e.sum()", "e / e.mean()", "y[row]"),
+    ("43.1", "e / e.sum()", "e / e.mean()", "The mean is not the sum"),
     ("43.1", LOAD, "load(c, c < C, -np.inf)", "outside of row"),
     ("43.1", LOAD, "load(program_id() * BLOCK + c, c < C, -np.inf)", "outside of row"),
     ("43.1", "e / e.sum(), c < C", "e / e.sum(), c < BLOCK", "outside of row"),
