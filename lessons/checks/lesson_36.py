@@ -73,6 +73,7 @@ def accepted(e):
             "The first wrong draft was kept, and the drawn token after it.": [*draft[: n + 1], drawn[n]],
             "A draft behind a wrong one is not accepted, even if it equals the drawn token: its row has a wrong history.":
                 [drawn[i] for i in equal] + [drawn[-1]] * (len(equal) == len(draft)),
+            "Every draft that equals the drawn token was taken: stop at the first that differs.": [drawn[i] for i in equal] + drawn[-1:],
             "Everything behind the first wrong draft was drawn after a wrong token: it does not count.": drawn,
             "The last row follows a wrong draft here, so its token does not count: the one to add is drawn[n].": [*draft[:n], drawn[-1]],
             "A draft must equal the token at its own place, not any of those that were drawn.": set_ + drawn[len(set_) : len(set_) + 1],
@@ -305,19 +306,25 @@ def make_lookup(e):
             so_far = tokens[:i]
             e.where = f"n = {n}, tokens {so_far}, draft({k})"
             for again in range(2 if i == len(tokens) else 1):
-                got = whole(e, "draft", e.ask(draft, k))
+                answer = e.ask(draft, k)
+                e.need(answer is not None, "draft returns nothing: it returns a list, and make_lookup returns append, draft in this order.")  # fmt: skip
+                got = whole(e, "draft", answer)
                 if again:
                     e.where += " for the second time"
-                of_lists(e, "the draft", got, looked_up(so_far, n, k), {
+                want = looked_up(so_far, n, k)
+                of_lists(e, "the draft", got, want, {
+                    "The sequence is empty at first: each call of make_lookup needs its own list and dict.": got if not so_far else None,
+                    "The draft was other before: only append adds tokens to the sequence and to the index.": got if again else None,
                     "The last n tokens occurred before. At the very end they must not find themselves, where nothing follows: they enter the index when the next token arrives.":
-                        [] if len(so_far) >= n else got,
+                        [] if len(so_far) >= n else None,
                     "This is what followed the FIRST occurrence: the latest one counts, so later entries replace earlier ones.": looked_up(so_far, n, k, first=True),
                     "The draft ends where the tokens end: continue with the draft itself, k tokens in all.": looked_up(so_far, n, k, stop=True),
                     "The first token that followed is missing: it is the token right after the n-gram.": looked_up(so_far, n, k, second=True),
                     "The n-gram itself was drafted: begin with the token after it.": (looked_up(so_far, n, k + n) and [*so_far[-n:], *looked_up(so_far, n, k)])[:k],
                     "This is the draft of n + 1 tokens: compare n.": looked_up(so_far, n + 1, k),
-                    "Only one token was drafted: k tokens.": looked_up(so_far, n, 1) if k > 1 else got,
+                    "Only one token was drafted: k tokens.": looked_up(so_far, n, 1) if k > 1 else None,
                     "One token too many was drafted.": looked_up(so_far, n, k + 1),
+                    "The last n tokens did not occur before, in this order: the draft is [].": got if not want and k else None,
                 })  # fmt: skip
             if i < len(tokens):
                 e.ask(append, tokens[i])
@@ -497,6 +504,9 @@ def head_targets(e):
             "These are tokens before the position: shift to the left.": ahead(targets[:, ::-1], k)[:, ::-1],
             "Where the row ends there is no token: -100, not the first ones again.": np.roll(targets, -k, axis=1),
             "Where the row ends there is no token to train on: -100. 0 is a token.": ahead(targets, k, 0),
+            "Where the row ends nothing is trained: -100, not -1.": ahead(targets, k, -1),
+            "Where the row ends there is no token: -100, not the first ones of the next row.": lambda got, targets=targets, k=k: len(targets) > 1 and k < targets.shape[1] and np.array_equal(got.reshape(-1)[: targets.size - k], targets.reshape(-1)[k:]),
+            "-100 of a position itself says nothing of the token k places later: only targets[:, k:] counts.": np.where(targets == -100, -100, ahead(targets, k)),
             "Rows are texts of their own: shift the columns, not the rows.": ahead(targets.T, k).T,
         })  # fmt: skip
         e.need(

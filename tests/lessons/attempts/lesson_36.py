@@ -675,3 +675,79 @@ def head_targets(targets, k):
     for t in range(targets.shape[1]):
         targets[:, t] = targets[:, t + k] if t + k < targets.shape[1] else -100
     return targets
+
+
+# %% 36.1 WRONG: stop at the first that differs
+def accepted(draft, drawn):
+    return [b for a, b in zip(draft, drawn) if a == b] + [drawn[-1]]
+
+
+# %% 36.3 RIGHT: the distance of the repetition
+def make_lookup(n):
+    sequence, after = [], {}
+
+    def append(token):
+        if len(sequence) >= n:
+            after[tuple(sequence[-n:])] = len(sequence)
+        sequence.append(token)
+
+    def draft(k):
+        start = after.get(tuple(sequence[-n:]))
+        if start is None:
+            return []
+        distance = len(sequence) - start
+        return [sequence[start + j % distance] for j in range(k)]
+
+    return append, draft
+
+
+# %% 36.3 WRONG: each call of make_lookup needs its own
+# as the attempt above, but:
+# - def make_lookup(n):
+# -     sequence, after = [], {}
+# + sequence, after = [], {}
+# +
+# +
+# + def make_lookup(n):
+
+
+# %% 36.3 WRONG: append, draft in this order
+# as the attempt above, but:
+# -     return append, draft
+# +     return draft, append
+
+
+# %% 36.3 WRONG: did not occur before, in this order
+# as the attempt above, but:
+# -             after[tuple(sequence[-n:])] = len(sequence)
+# +             after[sum(sequence[-n:])] = len(sequence)
+# -         start = after.get(tuple(sequence[-n:]))
+# +         start = after.get(sum(sequence[-n:]))
+
+
+# %% 36.3 WRONG: only append adds tokens
+# as the attempt above, but:
+# -         distance = len(sequence) - start
+# -         return [sequence[start + j % distance] for j in range(k)]
+# +         for j in range(k):
+# +             append(sequence[start + j])
+# +         return sequence[-k:] if k else []
+
+
+# %% 36.6 WRONG: the first ones of the next row
+def head_targets(targets, k):
+    shifted = np.roll(targets.reshape(-1), -k).reshape(targets.shape)
+    shifted[-1, -k:] = -100
+    return shifted
+
+
+# %% 36.6 WRONG: says nothing of the token
+def head_targets(targets, k):
+    shifted = np.full_like(targets, -100)
+    shifted[:, :-k] = targets[:, k:]
+    return np.where(targets == -100, -100, shifted)
+
+
+# %% 36.6 WRONG: not -1
+def head_targets(targets, k):
+    return np.pad(targets, ((0, 0), (0, k)), constant_values=-1)[:, k:]
