@@ -593,7 +593,7 @@ PLANTED = (  # rows, what the product does, the answer, what a wrong answer over
     ("another order in row 3 of 4", 6, at(slice(3, None), 4), OTHER, "The bits of row 3 differ in the product of 4 rows only: compare all rows, not only the first."),
     ("another order from row 4 on", 7, from_row(4), OTHER,
      "Row 4 has the same bits in every product that has it, and other bits alone, where it is row 0: compare with each row alone, x_NK[n : n + 1]."),
-    ("other bits in one element", 5, at((slice(2, 3), slice(1, 2)), 5), OTHER, "One element of one row differs: compare all columns, and not sums of a row, which hide it."),
+    ("other bits in one element", 5, at((slice(2, 3), slice(1, 2)), 5), OTHER, "One element of one row differs: compare all rows and all columns, and not sums of a row, which hide it."),
     ("a scale of all rows", 6, numbers, OTHER, "The bits of a row depend on the numbers in the others here."),
     ("other bits in every call", 3, restless, OTHER,
      "This product gives other bits in every call. Call it again for the first n rows, also for n = 1, instead of comparing a result with itself."),
