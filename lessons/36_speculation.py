@@ -659,7 +659,7 @@ def head_targets_solution(targets, k):
 head_targets = lesson.yours(head_targets, head_targets_solution)
 
 # %% [markdown]
-# Three heads on the model of 36.2, trained on texts that it has written itself: the loss of each head, and which share
+# Three heads on the Transformer, trained on texts that it has written itself: the loss of each head, and which share
 # of its guesses is the model's token, before and after.
 
 # %%
