@@ -57,8 +57,8 @@ def test_sentencepiece_of_llama2(monkeypatch, tmp_path):
     writer.add_token_scores([-float(order.get(token, 1e9)) for token in tokens])
     for name, i in (("bos", 1), ("eos", 2), ("unk", 0)):
         getattr(writer, f"add_{name}_token_id")(i)
+    writer.add_block_count(1)
     for name in (
-        "block_count",
         "embedding_length",
         "feed_forward_length",
         "head_count",
