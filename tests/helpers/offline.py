@@ -144,8 +144,9 @@ def ptxas():
     return shutil.which("ptxas", path=os.pathsep.join(folders))
 
 
-def check_registers(tmp_path, ptx, threads, min_blocks, cc):
-    """Fails if registers spill when `min_blocks` blocks of `threads` must fit on a multiprocessor. Needs ptxas."""
+def check_registers(tmp_path, ptx, threads, min_blocks, cc, spills=0):
+    """Fails if more than `spills` bytes of registers spill when `min_blocks` blocks of `threads` must fit on a
+    multiprocessor. Needs ptxas."""
     if not ptxas():
         return missing("no ptxas: pip install -e '.[compile]'")
     bounds = f".maxntid {threads}, 1, 1\n.minnctapersm {min_blocks}\n{{"
@@ -157,7 +158,7 @@ def check_registers(tmp_path, ptx, threads, min_blocks, cc):
     if "Unsupported .version" in report.stderr:
         return missing("this ptxas is older than NVVM")
     assert report.returncode == 0, report.stderr
-    spilled = re.search(r"(\d+) bytes spill stores", report.stderr).group(1)
+    spilled = int(re.search(r"(\d+) bytes spill stores", report.stderr).group(1))
     registers = re.search(r"Used (\d+) registers", report.stderr).group(1)
-    assert spilled == "0", f"{spilled} bytes spilled with {registers} registers"
+    assert spilled <= spills, f"{spilled} bytes spilled with {registers} registers"
     assert int(registers) * threads * min_blocks <= 65536
