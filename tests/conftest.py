@@ -38,9 +38,8 @@ RunLog.picture = lambda self: None  # takes longer than all the rest of a short 
 
 @pytest.fixture(scope="session")
 def chromium(tmp_path_factory):
-    # nothing else runs the pages' scripts and styles; their texts have tests without
     if PROGRAM is None:
-        pytest.skip("needs Chromium (apt-get install chromium)")
+        pytest.skip("needs Chromium (apt-get install chromium)")  # nothing else runs pages' scripts
     program = Browser(tmp_path_factory.mktemp("profile"))
     yield program
     program.close()

@@ -76,7 +76,9 @@ def test_the_number_in_use_stays_unless_another_is_much_faster(monkeypatch):
 
 def test_the_number_is_measured_again_when_steps_become_slower(monkeypatch):
     """20 seconds after the start, and then only if steps take 1.5 times as long; a jump of one step is none."""
-    clock, measured, in_use = [0.0], [], []
+    clock = [0.0]
+    measured = []
+    in_use = []
     monkeypatch.setattr(blas.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(blas, "threadpool_limits", lambda number, api: in_use.append(number))
     fastest = {"now": 2}

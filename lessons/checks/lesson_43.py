@@ -11,7 +11,10 @@ class Memory:
     """x and y of R rows, and what a program did with them."""
 
     def __init__(self, e, x, row, BLOCK):
-        self.e, self.x, self.row, self.BLOCK = e, x, row, BLOCK
+        self.e = e
+        self.x = x
+        self.row = row
+        self.BLOCK = BLOCK
         self.y = np.full(x.shape, np.nan, np.float32)
         self.loaded, self.stored = np.zeros(x.size, bool), np.zeros(x.size, bool)
         self.store_called = False

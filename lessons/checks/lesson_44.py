@@ -37,7 +37,9 @@ def in_batches(arrivals, seconds, slots):
 
 def shortest_first(arrivals, seconds, slots):
     """Of those that wait, the shortest is served next."""
-    free_at, starts, left = [0.0] * slots, [0.0] * len(arrivals), set(range(len(arrivals)))
+    free_at = [0.0] * slots
+    starts = [0.0] * len(arrivals)
+    left = set(range(len(arrivals)))
     while left:
         now = max(min(free_at), min(arrivals[i] for i in left))
         chosen = min((i for i in left if arrivals[i] <= now), key=lambda i: (seconds[i], i))

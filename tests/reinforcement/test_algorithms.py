@@ -22,7 +22,9 @@ from xtrain.reinforcement.grpo import GRPO, of_tokens
 from xtrain.reinforcement.options import ReinforceConfig
 from xtrain.reinforcement.surrogate import Rewarded, surrogate
 
-P, G, T, LIMIT, BETA = 3, 4, 7, 9, 0.05
+P, G, T = (3, 4, 7)
+LIMIT = 9
+BETA = 0.05
 DRAW = rng(5)
 REWARDS = DRAW.normal(1, 2, (P, G))
 COUNTED = np.arange(T) < DRAW.integers(1, T + 1, (P, G, 1))

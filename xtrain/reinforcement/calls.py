@@ -91,7 +91,7 @@ class UserFunction:
                 return found
         except (KeyboardInterrupt, Interrupted):
             raise
-        except BaseException as error:  # asyncio.CancelledError is no Exception
+        except BaseException as error:  # asyncio.CancelledError does not derive from Exception
             return self._failed(error, call, limits)
 
     def _together(self, calls: Sequence[Call], limits: Limits) -> list[Any]:
