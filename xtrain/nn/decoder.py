@@ -93,6 +93,12 @@ class MLP(Module):
         return self.down_proj(gate(self.gate_up(x_NC)))
 
 
+def _experts(c):
+    from .experts import MixtureOfExperts
+
+    return MixtureOfExperts(c)
+
+
 class Block(Module):
     """h = h + attention(norm(h)),  h = h + mlp(norm(h)), where h is the residual stream.
 
@@ -100,9 +106,9 @@ class Block(Module):
     in its own pass where it can: deferred.py.
     """
 
-    def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
+    def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0, experts: bool = False):
         self.self_attn: Module = Attention(c, rotary, window)
-        self.mlp: Module = MLP(c)
+        self.mlp: Module = _experts(c) if experts else MLP(c)
         self.input_layernorm: Module = RMSNorm(c.dim, c.norm_eps)
         self.post_attention_layernorm: Module = RMSNorm(c.dim, c.norm_eps)
 
@@ -115,8 +121,8 @@ class Block(Module):
 class SandwichBlock(Block):
     """h = h + norm(attention(norm(h))),  h = h + norm(mlp(norm(h))): Gemma 3, and its names."""
 
-    def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
-        super().__init__(c, rotary, window)
+    def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0, experts: bool = False):
+        super().__init__(c, rotary, window, experts)
         self.pre_feedforward_layernorm: Module = RMSNorm(c.dim, c.norm_eps)
         self.post_feedforward_layernorm: Module = RMSNorm(c.dim, c.norm_eps)
 
@@ -134,7 +140,10 @@ class Decoder(Module):
     def __init__(self, c: ModelConfig):
         self.embed_tokens = Embedding(c.vocab_size, c.padded_vocab_size, c.dim, STD)
         block = SandwichBlock if c.sandwich_norms else Block
-        self.layers = [block(c, i not in c.no_rope_layers, c.window(i)) for i in range(c.n_layers)]
+        self.layers = [
+            block(c, i not in c.no_rope_layers, c.window(i), c.has_experts(i))
+            for i in range(c.n_layers)
+        ]
         self.norm: Module = RMSNorm(c.dim, c.norm_eps)
         self.scale = c.dim**0.5 if c.scaled_embedding else 1.0
 
