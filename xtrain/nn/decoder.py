@@ -75,6 +75,27 @@ class Attention(Module):
         return sequences.attention(sequences.rope(q), sequences.rope(k), v, scale)
 
 
+class JointNormAttention(Attention):
+    """With one RMSNorm over all query heads of a row, and one over all its key heads (OLMoE)."""
+
+    def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
+        super().__init__(c, rotary, window)
+        self.q_norm = RMSNorm(c.n_heads * c.head_dim, c.norm_eps)
+        self.k_norm = RMSNorm(c.n_kv_heads * c.head_dim, c.norm_eps)
+
+    def attend(self, sequences: Sequences, qkv: Tensor) -> Tensor:
+        """Compute everything between the two products: (N, (H + 2G) D) -> (N, H D)."""
+        c = self.config
+        if self.window:
+            sequences = sequences.windowed(self.window)
+        if not self.rotary:
+            sequences = sequences.unrotated()
+        q, k, v = sequences.split_heads(qkv, c.n_heads, c.n_kv_heads)
+        q = self.q_norm(q.reshape(q.shape[0], -1)).reshape(q.shape)
+        k = self.k_norm(k.reshape(k.shape[0], -1)).reshape(k.shape)
+        return sequences.attention(sequences.rope(q), sequences.rope(k), v, c.attention_scale)
+
+
 class MLP(Module):
     """down(silu(gate) * up). `gate_up` is the packed projection to gate and up.
 
@@ -93,12 +114,6 @@ class MLP(Module):
         return self.down_proj(gate(self.gate_up(x_NC)))
 
 
-def _experts(c):
-    from .experts import MixtureOfExperts
-
-    return MixtureOfExperts(c)
-
-
 class Block(Module):
     """h = h + attention(norm(h)),  h = h + mlp(norm(h)), where h is the residual stream.
 
@@ -106,9 +121,9 @@ class Block(Module):
     in its own pass where it can: deferred.py.
     """
 
-    def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0, experts: bool = False):
+    def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
         self.self_attn: Module = Attention(c, rotary, window)
-        self.mlp: Module = _experts(c) if experts else MLP(c)
+        self.mlp: Module = MLP(c)
         self.input_layernorm: Module = RMSNorm(c.dim, c.norm_eps)
         self.post_attention_layernorm: Module = RMSNorm(c.dim, c.norm_eps)
 
@@ -121,8 +136,8 @@ class Block(Module):
 class SandwichBlock(Block):
     """h = h + norm(attention(norm(h))),  h = h + norm(mlp(norm(h))): Gemma 3, and its names."""
 
-    def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0, experts: bool = False):
-        super().__init__(c, rotary, window, experts)
+    def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
+        super().__init__(c, rotary, window)
         self.pre_feedforward_layernorm: Module = RMSNorm(c.dim, c.norm_eps)
         self.post_feedforward_layernorm: Module = RMSNorm(c.dim, c.norm_eps)
 
@@ -134,16 +149,25 @@ class SandwichBlock(Block):
         return h_NC + self.post_feedforward_layernorm(x_NC)
 
 
+def _experts(c):
+    from .experts import MixtureOfExperts
+
+    return MixtureOfExperts(c)
+
+
 class Decoder(Module):
     """Everything below the head. Its attributes have the names of the Hugging Face layout."""
 
     def __init__(self, c: ModelConfig):
         self.embed_tokens = Embedding(c.vocab_size, c.padded_vocab_size, c.dim, STD)
         block = SandwichBlock if c.sandwich_norms else Block
-        self.layers = [
-            block(c, i not in c.no_rope_layers, c.window(i), c.has_experts(i))
-            for i in range(c.n_layers)
-        ]
+        self.layers = [block(c, i not in c.no_rope_layers, c.window(i)) for i in range(c.n_layers)]
+        for i, layer in enumerate(self.layers):
+            if c.joint_qk_norm:
+                rotary = i not in c.no_rope_layers
+                layer.self_attn = JointNormAttention(c, rotary, c.window(i))
+            if c.has_experts(i):
+                layer.mlp = _experts(c)
         self.norm: Module = RMSNorm(c.dim, c.norm_eps)
         self.scale = c.dim**0.5 if c.scaled_embedding else 1.0
 
