@@ -92,6 +92,13 @@ def expert_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def active_share(c: ModelConfig, name: str) -> float:
+    """Return how much of a tensor computes one token: K / E of an expert's, all of the others."""
+    if c.n_experts and "experts." in name:
+        return c.experts_per_token / c.n_experts
+    return 1.0
+
+
 def one_tensor_each(stored: dict[str, Stored]) -> dict[str, Stored]:
     """Return a mixture's tensors under the names of expert_shapes, without reading them.
 
