@@ -51,6 +51,7 @@ from xtrain.kernels import skip_nonfinite as skip
 from xtrain.kernels.attention import flash_attention, key_bounds
 from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.kernels.decoding import gemv, kv_cache
+from xtrain.kernels.experts import expert_order
 from xtrain.kernels.runtime.launch import launch
 from xtrain.simulator import sim
 
@@ -92,6 +93,7 @@ def launch_everything(dtype):
     swiglu.swiglu_bwd(swiglu.swiglu_fwd(new(2, 8), gelu=True), new(2, 8), gelu=True)
     swiglu.swiglu_bwd(new(2, 4), new(2, 8), recompute_y=True, gelu=True)
     swiglu.silu_bwd(swiglu.silu_fwd(new(8)), new(8))
+    expert_order.expert_order(sim(np.zeros((3, 2), np.int32)), 4)
     silu_mul.silu_mul_bwd(silu_mul.silu_mul_fwd(new(8), new(8)), new(8), new(8))
     elementwise.add_into(elementwise.add_fwd(new(8), new(8)), new(8))
     elementwise.scale_into(elementwise.scale_fwd(new(8), 0.5), f32(1))
