@@ -57,7 +57,7 @@ from ..primitives.tensor_cores import opaque, warp_id
 from ..primitives.tma import tensor_maps, tensors_of
 from ..primitives.words import WORD_OPS
 from ..runtime.compiler import cuda, float32, int32, int64, uint32
-from ..runtime.cost import declare_cost, distinct_bytes
+from ..runtime.cost import declare_cost
 from ..runtime.launch import can_overlap, launch, multiprocessors
 from .expert_order import TILE, ExpertOrder
 
@@ -131,7 +131,7 @@ def layout_of(product: Product, tiles: Tiles) -> Layout:
 # ----------------------------------------------------------------------------- tiles
 @functools.cache
 def make_locate(product: Product, tiles: Tiles):
-    """Return count(rows, columns, T, E), locate(tile, experts, first, rows, columns, K, T): the
+    """Return count(rows, columns, T, E), locate(tile, order, rows, columns, K, T): the
     number of tiles; tile -> (first row, first column, expert, first of K, steps)
 
     rows, columns: of one expert's result.
@@ -150,7 +150,8 @@ def make_locate(product: Product, tiles: Tiles):
         return E * ((rows + BM - 1) // BM) * blocks_n
 
     @device
-    def locate(tile, experts, first, rows, columns, K, T):
+    def locate(tile, order, rows, columns, K, T):
+        experts, first, counts = order
         blocks_n = (columns + BN - 1) // BN
         if OF_SLOTS:
             n, m = find_tile(tile, blocks_n, T, TOGETHER)
@@ -161,9 +162,8 @@ def make_locate(product: Product, tiles: Tiles):
             return int32(m * BM), int32(n * BN), e, int32(0), steps
         e, rest = split(tile, ((rows + BM - 1) // BM) * blocks_n)
         m, n = split(rest, blocks_n)
-        start = first[e]
-        steps = int32(uint32(first[e + 1] - start) // uint32(BK))
-        return int32(m * BM), int32(n * BN), e, start, steps
+        steps = int32((counts[e] + BK - 1) // BK)
+        return int32(m * BM), int32(n * BN), e, first[e], steps
 
     return count, locate
 
@@ -190,7 +190,7 @@ def make_load(WIDTH: int, TRANSPOSED: bool):
 
 @functools.cache
 def make_producer(product: Product, tiles: Tiles):
-    """Return produce(base, maps, experts, first, rows, columns, K, T, E): the producer thread."""
+    """Return produce(base, maps, order, rows, columns, K, T, E): the producer thread."""
     STAGES = tiles.stages
     LEFT_BYTES = tiles.rows * BK * 2
     RIGHT_BYTES = tiles.columns * BK * 2
@@ -205,14 +205,14 @@ def make_producer(product: Product, tiles: Tiles):
     load_right = make_load(tiles.columns, product.right_transposed)
 
     @device
-    def produce(base, maps, experts, first, rows, columns, K, T, E):
+    def produce(base, maps, order, rows, columns, K, T, E):
         acquire_map(maps, 0)
         acquire_map(maps, 1)
         it = uint32(0)
         end = count(rows, columns, T, E)
         tile = int32(cuda.blockIdx.x)
         while tile < end:
-            row, column, e, k, steps = locate(tile, experts, first, rows, columns, K, T)
+            row, column, e, k, steps = locate(tile, order, rows, columns, K, T)
             sequence = int32(0)
             if OF_SLOTS:
                 sequence = int32(e)
@@ -303,7 +303,7 @@ def make_gradient_store(tiles: Tiles, ACCUMULATE: bool):
 
 @functools.cache
 def make_consumer(product: Product, tiles: Tiles, ACCUMULATE: bool):
-    """Return consume(base, maps, dw, experts, first, rows, columns, K, T, E): the work of a
+    """Return consume(base, maps, dw, order, rows, columns, K, T, E): the work of a
     consumer warpgroup"""
     STAGES = tiles.stages
     LEFT_BYTES = tiles.rows * BK * 2
@@ -331,7 +331,7 @@ def make_consumer(product: Product, tiles: Tiles, ACCUMULATE: bool):
     store_gradient = make_gradient_store(tiles, ACCUMULATE)
 
     @device
-    def consume(base, maps, dw, experts, first, rows, columns, K, T, E):
+    def consume(base, maps, dw, order, rows, columns, K, T, E):
         if OF_SLOTS and cuda.threadIdx.x & 31 == 0:
             acquire_map(maps, OUT)
         acc = cuda.local.array(SIZE, float32)
@@ -340,7 +340,7 @@ def make_consumer(product: Product, tiles: Tiles, ACCUMULATE: bool):
         end = count(rows, columns, T, E)
         tile = int32(cuda.blockIdx.x)
         while tile < end:
-            row, column, e, k, steps = locate(tile, experts, first, rows, columns, K, T)
+            row, column, e, _, steps = locate(tile, order, rows, columns, K, T)
             for i in range(SIZE):
                 acc[i] = float32(0.0)
             before = uint32(0)
@@ -387,10 +387,11 @@ def make_kernel(product: Product, tiles: Tiles, ACCUMULATE: bool = False):
     more_registers = make_setmaxnreg(MANY, True)
 
     @kernel(CONSUMERS + 128, PER_SM, **SM_90A)
-    def grouped_product_hopper_kernel(maps, dw, experts, first, rows, columns, K, T, E):
+    def grouped_product_hopper_kernel(maps, dw, experts, first, counts, rows, columns, K, T, E):
         """Grid: any. maps: tensor maps of the left and right operand and of the result; dw: flat,
         the result of DW, unused by the others; rows, columns: of the result, of one expert for DW.
         """
+        order = experts, first, counts
         base = shared_base()
         set_up(base)
         wait_for_previous()
@@ -398,14 +399,16 @@ def make_kernel(product: Product, tiles: Tiles, ACCUMULATE: bool = False):
         if warp_id() >= 4 * WGS:
             fewer_registers()
             if cuda.threadIdx.x == CONSUMERS:
-                produce(base, maps, experts, first, rows, columns, K, T, E)
+                produce(base, maps, order, rows, columns, K, T, E)
         else:
             more_registers()
-            consume(base, maps, dw, experts, first, rows, columns, K, T, E)
+            consume(base, maps, dw, order, rows, columns, K, T, E)
 
-    def nbytes(maps, dw, experts, first, *_):
+    def nbytes(maps, dw, *_):
         mapped = sum(size for _, size in tensors_of(maps))
-        return mapped + (distinct_bytes(dw) << int(ACCUMULATE) if product == DW else 0)
+        if product == DW:
+            mapped += dw.nbytes * (2 if ACCUMULATE else 1)
+        return mapped
 
     def flops(maps, *_):
         (left, _, slots, _), (right, *_) = (dims for dims, _ in tensors_of(maps)[:2])
@@ -453,6 +456,6 @@ def launch_product(
     kernel = make_kernel(product, tiles, accumulate)
     grid = min(blocks, multiprocessors(out) * tiles.blocks)
     sizes = rows, columns, left.shape[1], T, E
-    args = maps, flat, order.experts_T, order.first_E, *map(np.int32, sizes)
+    args = maps, flat, order.experts_T, order.first_E, order.counts_E, *map(np.int32, sizes)
     overlap = can_overlap(out)
     launch(kernel, grid, 128 * (tiles.warpgroups + 1), *args, shared=shared, overlap=overlap)
