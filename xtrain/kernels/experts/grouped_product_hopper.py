@@ -1,13 +1,9 @@
 """Grouped products for compute capability 9.0: wgmma, TMA, specialized warps. See
 grouped_product.py.
 
-One loop over tiles serves the three products. A tile of the result has BM = 64 * warpgroups rows and
-BN columns, and is a sum over steps of BK = 64 of the third axis, K:
-
-                    rows      columns   K               left operand       right operand
-    product         slots     outputs   inputs          x                  w_e
-    product_dx      slots     inputs    outputs         dy                 w_e, transposed
-    product_dw      outputs   inputs    slots of e      dy, transposed     x, transposed
+One loop over tiles serves the three products, which differ in their operands (the table of
+grouped_product_tiled.py). A tile of the result has BM = 64 * warpgroups rows and BN columns, and is
+a sum over steps of BK = 64 terms of the third axis, K.
 
 A transposed operand has K along its rows in memory. wgmma reads it so from shared memory; only the
 boxes of the copies and the descriptors differ.
@@ -31,6 +27,7 @@ from ..primitives.hopper import (
     PANEL,
     SM_90A,
     acquire_map,
+    add_pair,
     along_rows,
     down_rows,
     make_descriptor,
@@ -60,12 +57,12 @@ from ..runtime.compiler import cuda, float32, int32, int64, uint32
 from ..runtime.cost import declare_cost
 from ..runtime.launch import can_overlap, launch, multiprocessors
 from .expert_order import TILE, ExpertOrder
+from .grouped_product_tiled import DW, DX, FORWARD, Product
 
 BK = PANEL  # of a step: one panel of an operand that is not transposed
 OUT = 2  # the map of the result
 HEADER = 1024  # bytes before the first tile: barriers
 STORED = 16  # rows of a box that a warp stores
-BATCH = 8  # groups of 8 columns whose old values a thread reads at once
 
 
 @dataclass(frozen=True)
@@ -85,17 +82,6 @@ class Tiles:
         return 64 * self.warpgroups
 
 
-@dataclass(frozen=True)
-class Product:
-    """Which of the three products."""
-
-    left_transposed: bool
-    right_transposed: bool
-
-
-FORWARD = Product(False, False)
-DX = Product(False, True)
-DW = Product(True, True)
 TILES = {
     FORWARD: Tiles(columns=256, stages=4, blocks=1, passes=2, together=12),
     DX: Tiles(columns=256, stages=4, blocks=1, passes=2, together=12),
@@ -123,7 +109,7 @@ def layout_of(product: Product, tiles: Tiles) -> Layout:
     right = HEADER + stages * tiles.rows * BK * 2
     out = right + stages * tiles.columns * BK * 2
     total = out
-    if product != DW:
+    if product.of_slots:
         total += tiles.rows * tiles.columns * 2 // tiles.passes
     return Layout(HEADER, right, out, total, 0, 8 * stages)
 
@@ -139,7 +125,7 @@ def make_locate(product: Product, tiles: Tiles):
     """
     BM = tiles.rows
     BN = tiles.columns
-    OF_SLOTS = product != DW
+    OF_SLOTS = product.of_slots
     TOGETHER = tiles.together
 
     @device
@@ -194,7 +180,7 @@ def make_producer(product: Product, tiles: Tiles):
     STAGES = tiles.stages
     LEFT_BYTES = tiles.rows * BK * 2
     RIGHT_BYTES = tiles.columns * BK * 2
-    OF_SLOTS = product != DW
+    OF_SLOTS = product.of_slots
     layout = layout_of(product, tiles)
     LEFT = layout.left
     RIGHT = layout.right
@@ -261,42 +247,32 @@ def make_tile_store(tiles: Tiles, OUT_AT: int):
 
 @functools.cache
 def make_gradient_store(tiles: Tiles, ACCUMULATE: bool):
-    """Return store(dw, acc, e, row, column, rows, columns): a lane's elements of dw_e, = or +=."""
-    BATCHES = tiles.columns // (8 * BATCH)
-    load = WORD_OPS[2].load
-    store_words = WORD_OPS[2].store
-    unpack = WORD_OPS[2].unpack
+    """Return store(dw, acc, e, row, column, rows, columns): a lane's elements of dw_e, = or +=.
+
+    Each element is added to once in a launch, so the sums do not depend on an order.
+    """
+    GROUPS = tiles.columns // 8
     pack = WORD_OPS[2].pack
+    store_words = WORD_OPS[2].store
 
     @device
     def store(dw, acc, e, row, column, rows, columns):
         lane = int32(cuda.threadIdx.x & 31)
-        old = cuda.local.array((2 * BATCH, 2), uint32)
         pair = cuda.local.array(2, float32)
         words = cuda.local.array(2, uint32)
         row = int32(row + 16 * warp_id() + (lane >> 2))
         column = int32(column + 2 * (lane & 3))
         at = (int64(e) * rows + row) * columns + column
-        for b in range(BATCHES):
-            if ACCUMULATE:  # all reads of the batch are in flight together
-                for n in range(BATCH):
-                    for r in range(2):
-                        c = 8 * (BATCH * b + n)
-                        if row + 8 * r < rows and column + c < columns:
-                            load(old[2 * n + r], dw, at + 8 * r * columns + c)
-            for n in range(BATCH):
-                for r in range(2):
-                    c = 8 * (BATCH * b + n)
-                    j = 4 * (BATCH * b + n) + 2 * r
-                    if row + 8 * r < rows and column + c < columns:
-                        pair[0] = acc[j]
-                        pair[1] = acc[j + 1]
-                        if ACCUMULATE:
-                            unpack(pair, old[2 * n + r], dw)
-                            pair[0] += acc[j]
-                            pair[1] += acc[j + 1]
+        for n in range(GROUPS):
+            for r in range(2):
+                if row + 8 * r < rows and column + 8 * n < columns:
+                    pair[0] = acc[4 * n + 2 * r]
+                    pair[1] = acc[4 * n + 2 * r + 1]
+                    if ACCUMULATE:
+                        add_pair(dw, at + 8 * r * columns + 8 * n, pair)
+                    else:
                         pack(words, pair, dw)
-                        store_words(dw, at + 8 * r * columns + c, words)
+                        store_words(dw, at + 8 * r * columns + 8 * n, words)
 
     return store
 
@@ -308,7 +284,7 @@ def make_consumer(product: Product, tiles: Tiles, ACCUMULATE: bool):
     STAGES = tiles.stages
     LEFT_BYTES = tiles.rows * BK * 2
     RIGHT_BYTES = tiles.columns * BK * 2
-    OF_SLOTS = product != DW
+    OF_SLOTS = product.of_slots
     BN = tiles.columns
     SIZE = BN // 2
     layout = layout_of(product, tiles)
@@ -406,7 +382,7 @@ def make_kernel(product: Product, tiles: Tiles, ACCUMULATE: bool = False):
 
     def nbytes(maps, dw, *_):
         mapped = sum(size for _, size in tensors_of(maps))
-        if product == DW:
+        if not product.of_slots:
             mapped += dw.nbytes * (2 if ACCUMULATE else 1)
         return mapped
 
@@ -428,14 +404,15 @@ def launch_product(
     accumulate: bool = False,
     tiles: Tiles | None = None,
 ) -> None:
-    """Fill `out`: y (FORWARD), dx (DX) or dw (DW, = or +=). bf16 operands; dw may be float32.
+    """Fill `out`: y (FORWARD), dx (DX) or dw (DW, = or +=). bf16 operands; dw may be float32, and must
+    be with `accumulate`.
 
     left: x or dy, (slots, ...). right: w (E, O, I), or x for DW.
     """
     tiles = tiles or TILES[product]
     T = order.experts_T.shape[0]
     E = order.first_E.shape[0] - 1
-    of_slots = product != DW
+    of_slots = product.of_slots
     rows, columns = out.shape[-2:]
     wide = lambda x: x.reshape(-1, x.shape[-2], 1, x.shape[-1])
     box = lambda transposed, width: BK if transposed else width

@@ -97,6 +97,17 @@ def load_floats(code, registers, address):
     code.set_registers(registers, values)
 
 
+@intrinsic()
+def add_pair(code, x, i, pair):
+    """Add pair[0:2] to x[i : i + 2], without waiting for the old values. "red", .v2.f32
+
+    The sum is x[i] + pair[0], rounded once, if no other thread adds to these elements.
+    x: flat, float32, in global memory. i: even. pair: a register array of 2 float32.
+    """
+    text = "red.relaxed.gpu.global.add.v2.f32 [$0], {$1, $2};"
+    code.asm(text, None, [code.address(x, i, GLOBAL), *code.registers(pair, 2)], memory=True)
+
+
 # ----------------------------------------------------------------------------- barriers
 mbarrier_init = instruction(
     "mbarrier_init",
@@ -419,6 +430,7 @@ simulates(clear_shared)(simulated.clear_shared)
 simulates(post)(simulated.store_shared)
 simulates(read_post)(simulated.read_post)
 simulates(load_floats)(simulated.load_floats)
+simulates(add_pair)(simulated.add_pair)
 simulates(mbarrier_init)(simulated.mbarrier_init)
 simulates(mbarrier_init_fence)(lambda thread, site: thread.block.engines.show_barriers(thread))
 simulates(mbarrier_arrive_expect_tx)(simulated.mbarrier_arrive_expect_tx)

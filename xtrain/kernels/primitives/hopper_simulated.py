@@ -11,7 +11,7 @@ import functools
 
 import numpy as np
 
-from ...simulator.errors import RaceError, where
+from ...simulator.errors import KernelError, RaceError, where
 from ...simulator.memory import BASE, _Bytes
 from ...simulator.scalars import Int32, UInt32
 from .tensor_cores import add_products
@@ -70,6 +70,14 @@ def load_floats(thread, site, registers, address):
     engines.read(thread, first, end, engines.clocks[:, thread.index], site, "")
     for j, value in enumerate(engines.bytes[4 * first : 4 * end].view(np.float32)):
         thread.store(registers, j, value, site)
+
+
+def add_pair(thread, site, x, i, pair):
+    """Add two float32. Checked for races as a load and a store: no other thread may add there."""
+    if int(i) % 2:
+        raise KernelError(f"{site.what}: element {i} is not 8-byte aligned", (site,))
+    for j in range(2):
+        thread.store(x, i + j, thread.load(x, i + j, site) + thread.load(pair, j, site), site)
 
 
 # ----------------------------------------------------------------------------- barriers
