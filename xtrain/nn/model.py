@@ -23,7 +23,7 @@ from ..kernels.primitives.tiles import WIDTHS
 from ..option_words import own_word
 from ..options import described, find_function, name_of
 from . import functional as F
-from .decoder import MLP, STD, Attention, Block, Decoder, SandwichBlock
+from .decoder import MLP, STD, Attention, Block, Decoder, JointNormAttention, SandwichBlock
 from .fp8 import HEAD, Fp8Scales, check_tokens
 from .generation import generate
 from .loss_functions import linear_kept_tokens, linear_top_logprobs
@@ -34,7 +34,9 @@ from .tensor import Tensor
 from .variation import changed_modules, changed_tensors, listed, overrides, with_layers
 
 Precision = Literal["auto", "fp32", "bf16", "fp8", "float32", "bfloat16"]
-STANDARD = (Decoder, Block, SandwichBlock, Attention, MLP, Embedding, Linear, RMSNorm)
+STANDARD = (
+    Decoder, Block, SandwichBlock, Attention, JointNormAttention, MLP, Embedding, Linear, RMSNorm,
+)  # fmt: skip
 
 
 def bf16_obstacle(device: str, head_dim: int) -> str:
