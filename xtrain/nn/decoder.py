@@ -18,13 +18,12 @@ from ..config import ModelConfig
 from ..device import Array
 from . import functional as F
 from .deferred import Stream, parts_of
-from .modules import Embedding, Linear, Module, RMSNorm
+from .experts import MixtureOfExperts
+from .modules import STD, Embedding, Linear, Module, RMSNorm
 from .observers import in_layer
 from .recompute import recompute
 from .sequences import Sequences
 from .tensor import Tensor
-
-STD = 0.02  # of the initialisation
 
 
 class Attention(Module):
@@ -149,12 +148,6 @@ class SandwichBlock(Block):
         return h_NC + self.post_feedforward_layernorm(x_NC)
 
 
-def _experts(c):
-    from .experts import MixtureOfExperts
-
-    return MixtureOfExperts(c)
-
-
 class Decoder(Module):
     """Everything below the head. Its attributes have the names of the Hugging Face layout."""
 
@@ -167,7 +160,7 @@ class Decoder(Module):
                 rotary = i not in c.no_rope_layers
                 layer.self_attn = JointNormAttention(c, rotary, c.window(i))
             if c.has_experts(i):
-                layer.mlp = _experts(c)
+                layer.mlp = MixtureOfExperts(c)
         self.norm: Module = RMSNorm(c.dim, c.norm_eps)
         self.scale = c.dim**0.5 if c.scaled_embedding else 1.0
 

@@ -23,19 +23,21 @@ from ..kernels.primitives.tiles import WIDTHS
 from ..option_words import own_word
 from ..options import described, find_function, name_of
 from . import functional as F
-from .decoder import MLP, STD, Attention, Block, Decoder, JointNormAttention, SandwichBlock
+from .decoder import MLP, Attention, Block, Decoder, JointNormAttention, SandwichBlock
+from .experts import MixtureOfExperts
 from .fp8 import HEAD, Fp8Scales, check_tokens
 from .generation import generate
 from .loss_functions import linear_kept_tokens, linear_top_logprobs
 from .mode import is_training
-from .modules import Embedding, Linear, Module, Parameter, RMSNorm
+from .modules import STD, Embedding, Linear, Module, Parameter, RMSNorm
 from .sequences import PackedSequences, RotaryTables, Sequences
 from .tensor import Tensor
 from .variation import changed_modules, changed_tensors, listed, overrides, with_layers
 
 Precision = Literal["auto", "fp32", "bf16", "fp8", "float32", "bfloat16"]
 STANDARD = (
-    Decoder, Block, SandwichBlock, Attention, JointNormAttention, MLP, Embedding, Linear, RMSNorm,
+    Decoder, Block, SandwichBlock, Attention, JointNormAttention, MLP, MixtureOfExperts, Embedding,
+    Linear, RMSNorm,
 )  # fmt: skip
 
 

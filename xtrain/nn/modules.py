@@ -43,6 +43,7 @@ from .tensor import Tensor, Version
 
 # floats: every parameter starts at a multiple of 256 bytes, for 16-byte loads and cuBLAS
 ALIGN = 64
+STD = 0.02  # of the initialisation of a model's matrices
 
 
 class _ArenaTensor(Tensor):
