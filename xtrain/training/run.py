@@ -33,6 +33,7 @@ from ..nn.router_losses import RouterLosses
 from ..run_options import RunOptions
 from . import checkpoint
 from .checkpoint import Snapshot
+from .expert_loads import expert_loads
 from .nonfinite import first_nonfinite
 from .phase_timer import NoPhaseTimer
 from .single_device import SingleDevice
@@ -86,6 +87,7 @@ class Run:
     metric: what --patience is about, without --best.
     val_loss: (step, loss) of the last validation, or of what --best names; smaller is better.
     ended: why the run ends before its last step; "" if it does not.
+    expert_loads: of the last validation, tokens by layer and expert: expert_loads.py.
     skipped: skipped steps, as far as the host has read the numbers.
     """
 
@@ -115,6 +117,7 @@ class Run:
         self.loader = corpus.loader(c.batch, c.seq_len, c.seed, ranks.rank, ranks.world)
         self.done = 0
         self.val_loss: tuple[int, float] | None = None
+        self.expert_loads: dict[str, list[int]] = {}
         self.ended = ""
         # skipped steps in a row: counted on the device, and the value that the host has read
         self.skips_in_a_row = zeros(model.arena.grads, 1, np.int32)
@@ -313,7 +316,19 @@ class Run:
 
     @no_grad()
     def validate(self) -> tuple[float, float]:
-        """Return (mean loss in nats per token, bits per byte) over the fixed validation batches."""
+        """Return (mean loss in nats per token, bits per byte) over the fixed validation batches.
+
+        Of a mixture of experts, also set expert_loads.
+        """
+        with expert_loads(self.model.config) as loads:
+            numbers = self._validate()
+        names = list(loads)
+        sums = self.ranks.sum(np.array([loads[name] for name in names], float).reshape(-1).tolist())
+        rows = np.array(sums, int).reshape(len(names), -1).tolist() if names else []
+        self.expert_loads = dict(zip(names, rows))
+        return numbers
+
+    def _validate(self):
         c = self.config
         ranks = self.ranks
         nats = 0.0
@@ -339,6 +354,8 @@ class Run:
         """Validate, and log the result. log: RunLog or NullRunLog."""
         loss, bpb = self.validate()
         log.validation(self.done, loss, bpb, self.corpus.bigram_bpb)
+        if self.expert_loads:
+            log.layers(self.done, self.expert_loads)
 
     def sample(self) -> str:
         """Return the prompt continued with temperature 0.8, top-k 50; if that fails, the reason:
