@@ -174,6 +174,8 @@ WRONG = [
     *((dict([(f"{name}_every", -1)]), f"--{name}-every must be positive, or 0 for never, got -1")
       for name in ("eval", "sample", "save")),
     (dict(max_skips=0), "--max-skips must be positive, got 0"),
+    *((dict([(name, -0.1)]), f"--{name.replace('_', '-')} must be a number and not negative, got -0.1") for name in ("balance_loss", "router_z_loss")),
+    (dict(experts=0), "--experts must be positive, got 0"),
     *((dict([(name, 10**20)]), f"--{name.replace('_', '-')} must be at most 2147483647, got 1000")
       for name in ("steps", "batch", "eval_batches", "max_skips")),
     *((dict([(name, most + 1)]), f"--{name.replace('_', '-')} must be at most {most}, got {most + 1}")

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 from . import family
 from .run_options import (
     MAX_COUNT,
+    ExpertOptions,
     OptimizerOptions,
     ParallelOptions,
     RowOptions,
@@ -103,6 +104,12 @@ SIZE_OPTIONS = [name for name in SHAPE_OPTIONS if name not in ("qk_norm", "tie_e
 DERIVED: Any = None  # default of a field that __post_init__ computes from the others
 
 
+def is_positive(value: Any) -> bool:
+    """Return True for a number above 0 that is not out of range."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 < value < LARGEST
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape of a decoder: of a Llama, or of another family (FAMILIES) by its features. Raises
@@ -174,23 +181,15 @@ class ModelConfig:
         )
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
-            ok = (
-                isinstance(value, (int, float))
-                and not isinstance(value, bool)
-                and 0 < value < LARGEST
-            )
-            need(ok, f"{name} must be a positive number, got {value!r}")
+            need(is_positive(value), f"{name} must be a positive number, got {value!r}")
         for name in ("query_pre_attn_scalar", "local_rope_theta"):
             value = getattr(self, name)
             ok = type(value) in (int, float) and 0 <= value < LARGEST
             need(ok, f"{name} must be a positive number, or 0, got {value!r}")
-        flags = ("qk_norm", "qkv_bias", "tie_embeddings")
-        flags += ("sandwich_norms", "gelu", "scaled_embedding")
-        for name in (*flags, "joint_qk_norm", "renormalized_experts"):
-            need(
-                isinstance(getattr(self, name), bool),
-                f"{name} must be true or false, got {getattr(self, name)!r}",
-            )
+        flags = ("qk_norm", "qkv_bias", "tie_embeddings", "sandwich_norms", "gelu")
+        for name in (*flags, "scaled_embedding", "joint_qk_norm", "renormalized_experts"):
+            value = getattr(self, name)
+            need(isinstance(value, bool), f"{name} must be true or false, got {value!r}")
         for name in ("no_rope_layers", "full_attention_layers", "dense_layers"):
             layers = getattr(self, name)
             ok = isinstance(layers, (tuple, list)) and all(type(i) is int for i in layers)
@@ -254,12 +253,10 @@ class ModelConfig:
         )
         for key in ROPE_SCALINGS[kind]:
             value = scaling.get(key)
-            ok = (
-                isinstance(value, (int, float))
-                and not isinstance(value, bool)
-                and 0 < value < LARGEST
+            need(
+                is_positive(value),
+                f"rope_scaling {kind!r} needs a positive number for {key!r}, got {value!r}",
             )
-            need(ok, f"rope_scaling {kind!r} needs a positive number for {key!r}, got {value!r}")
         need(
             kind != "llama3" or scaling["high_freq_factor"] > scaling["low_freq_factor"],
             "rope_scaling 'llama3': high_freq_factor must be larger than low_freq_factor",
@@ -402,7 +399,7 @@ class ShapeOptions:
 
 
 @dataclass(frozen=True)
-class TrainConfig(ShapeOptions, ParallelOptions, OptimizerOptions, RowOptions):
+class TrainConfig(ShapeOptions, ParallelOptions, ExpertOptions, OptimizerOptions, RowOptions):
     """One training run on text. Defaults come from the preset; explicit options override them."""
 
     # stop at a file that cannot be read, instead of leaving it out

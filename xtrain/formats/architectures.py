@@ -26,11 +26,11 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..config import MOST, ModelConfig
+from ..config import MOST, ModelConfig, is_positive
 from ..errors import UserError
 from ..json_files import listed
 from .expert_files import KEYS, expert_shapes, fields_of_experts, keys_of_experts, one_tensor_each
-from .rope_config import LOCAL_THETA, is_positive, normalize_scaling, read_rope, without_local_rope
+from .rope_config import LOCAL_THETA, normalize_scaling, read_rope, without_local_rope
 from .tensor_file import Stored
 
 # In the config.json of a model that transformers does not have: Transformer.variation, its
