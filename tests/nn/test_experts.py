@@ -9,6 +9,7 @@ from xtrain import ModelConfig, Transformer
 from xtrain.kernels.cross_entropy import count_targets
 from xtrain.nn.autograd import Tensor, no_grad
 from xtrain.nn.experts import MixtureOfExperts
+from xtrain.nn.router_losses import RouterLosses
 
 SHAPE = dict(vocab_size=64, dim=12, n_layers=2, n_heads=2, hidden_dim=20, max_seq_len=16)
 
@@ -85,44 +86,49 @@ def routers_terms(model, ids):
     return float(sum(terms) / len(terms))
 
 
+def whole_loss(model, share, *arguments):
+    """The loss with 0.3 balance + 0.2 z; share: of the batch."""
+    with RouterLosses(0.3, 0.2).collected() as losses:
+        loss = model.loss(*arguments)
+    return losses.added_to(loss, np.full(1, share, np.float32))
+
+
 def test_the_losses_of_the_routers_are_added_in_training_alone():
     model = Transformer(config())
-    ids, targets = batch()
-    plain = model.loss(ids, targets).item()
-    model.balance_loss, model.router_z_loss = 0.3, 0.2
-    assert model.loss(ids, targets).item() == pytest.approx(
-        plain + routers_terms(model, ids), rel=1e-5
-    )
+    plain = model.loss(*batch()).item()
+    terms = routers_terms(model, batch()[0])
+    assert whole_loss(model, 1, *batch()).item() == pytest.approx(plain + terms, rel=1e-5)
+    assert whole_loss(model, 0.5, *batch()).item() == pytest.approx(plain + terms / 2, rel=1e-5)
     with no_grad():
-        assert model.loss(ids, targets).item() == plain
+        assert whole_loss(model, 1, *batch()).item() == plain
 
 
 def gradients(model, *parts):
+    """-> the sum of the losses of the parts, (share, *arguments), and its gradient"""
     model.zero_grad()
     losses = []
     for part in parts:
-        loss = model.loss(*part)
+        loss = whole_loss(model, *part)
         loss.backward()
         losses.append(loss.item())
     return sum(losses), model.arena.grads.copy()
 
 
 def test_the_gradient_of_the_whole_loss():
-    """Along a random direction, with a step that changes no expert; in float32, so roughly."""
+    """Along the gradient of the routers, with a step that changes no expert; in float32, so roughly."""
     model = Transformer(config())
-    model.balance_loss, model.router_z_loss = 5.0, 5.0
     weights = model.arena.weights
     weights += normal(5, weights.size, mean=0.0, scale=0.2)
-    _, gradient = gradients(model, batch())
+    _, gradient = gradients(model, (20, *batch()))
     direction = np.zeros_like(weights)
-    for layer in model.model.layers:  # of the routers: the other gradients hardly change
+    for layer in model.model.layers:
         gate = layer.mlp.gate.weight
         where = slice(gate.offset, gate.offset + gate.size)
         direction[where] = gradient[where] / np.linalg.norm(gradient[where])
     start, step, losses = weights.copy(), 1e-3, []
     for e in (step, -step):
         model.arena.weights[...] = start + e * direction
-        losses.append(model.loss(*batch()).item())
+        losses.append(whole_loss(model, 20, *batch()).item())
     assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(gradient @ direction, rel=5e-3)
 
 
@@ -131,20 +137,16 @@ def test_recomputed_layers_give_the_same_bits(recompute):
     results = []
     for way in ("none", recompute):
         model = Transformer(config(dense_layers=(0,)), recompute=way)
-        model.balance_loss, model.router_z_loss = 0.3, 0.2
-        results.append(gradients(model, batch()))
+        results.append(gradients(model, (1, *batch())))
     assert results[0][0] == results[1][0] and same_bytes(results[0][1], results[1][1])
 
 
 def test_micro_batches_share_the_losses_of_the_routers():
-    """Two equal halves have half of the weight each; a part without targets has none."""
+    """Two equal halves have half of the weight each."""
     model = Transformer(config())
-    model.balance_loss, model.router_z_loss = 0.3, 0.2
     half = batch(1)
-    whole = gradients(model, half)
-    twice = np.concatenate([half[1]] * 2)
-    inverse = count_targets(twice.reshape(-1))
-    empty = (half[0], np.full_like(half[1], -100), inverse)
-    parts = gradients(model, (*half, inverse), (*half, inverse), empty)
+    whole = gradients(model, (1, *half))
+    inverse = count_targets(np.concatenate([half[1]] * 2).reshape(-1))
+    parts = gradients(model, (0.5, *half, inverse), (0.5, *half, inverse))
     assert parts[0] == pytest.approx(whole[0], rel=1e-6)
     np.testing.assert_allclose(parts[1], whole[1], rtol=1e-4, atol=1e-7)

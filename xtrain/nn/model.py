@@ -30,7 +30,6 @@ from .generation import generate
 from .loss_functions import linear_kept_tokens, linear_top_logprobs
 from .mode import is_training
 from .modules import STD, Embedding, Linear, Module, Parameter, RMSNorm
-from .router_losses import RouterLosses
 from .sequences import PackedSequences, RotaryTables, Sequences
 from .tensor import Tensor
 from .variation import changed_modules, changed_tensors, listed, overrides, with_layers
@@ -91,8 +90,6 @@ class Transformer(Module):
     change: "MODULE:FUNCTION" if `changed` made this model, else "".
     special_tokens: bos_token_id, eos_token_id, pad_token_id of the folder that the model was read
         from.
-    balance_loss, router_z_loss: weights of the losses of routers that `loss` adds where a backward
-        follows (nn/router_losses.py); 0 at first. May be set at any time.
     adapters: several LoRA adapters, while it is served (serving/adapters.py), or None.
     generation: what else its generation_config.json says, or None. `save_pretrained` writes both.
 
@@ -104,8 +101,6 @@ class Transformer(Module):
     """
 
     fp8_head = False  # see use_fp8_head
-    balance_loss = 0.0
-    router_z_loss = 0.0
     adapters: Any = None
 
     def __init__(
@@ -210,7 +205,7 @@ class Transformer(Module):
     ) -> Tensor:
         """Return the mean cross-entropy over the targets that are not -100, in nats; shape ().
 
-        In training, a mixture of experts adds the losses of its routers (`balance_loss`).
+        The losses of the routers of a mixture are not part of it: nn/router_losses.py.
         The logits never exist as a whole, and this call already computes their gradient: use
         no_grad if no backward follows. Without any target the loss is 0. Raises UserError like
         calling the model.
@@ -222,13 +217,11 @@ class Transformer(Module):
             document of each token begins; it never decreases. Attention then stays in the document,
             and positions count from its start.
         """
-        with RouterLosses(self.balance_loss, self.router_z_loss).collected() as losses:
-            x_NC, targets_N = self._hidden_and_targets(ids, targets, starts)
+        x_NC, targets_N = self._hidden_and_targets(ids, targets, starts)
         vocab_size = self.config.vocab_size
         if inv_count is None:
             inv_count = count_targets(targets_N)
-        loss = F.cross_entropy(self.logits(x_NC), targets_N, vocab_size, inv_count)
-        return losses.added_to(loss, targets_N, inv_count)
+        return F.cross_entropy(self.logits(x_NC), targets_N, vocab_size, inv_count)
 
     def logprobs(
         self,
@@ -298,13 +291,11 @@ class Transformer(Module):
         reverse: of the model to the teacher (kernels/distillation.py). The others as in `loss`.
         """
         head = self._plain_head()
-        with RouterLosses(self.balance_loss, self.router_z_loss).collected() as losses:
-            x_NC, targets_N = self._hidden_and_targets(ids, targets, starts)
+        x_NC, targets_N = self._hidden_and_targets(ids, targets, starts)
         vocab_size = self.config.vocab_size
-        loss = F.linear_distillation(
+        return F.linear_distillation(
             x_NC, head, targets_N, *teacher, vocab_size, inv_count, weight, reverse
         )
-        return losses.added_to(loss, targets_N, inv_count)
 
     def _plain_head(self) -> Parameter:
         """Return the weights of the head. Raises UserError if it is not the only thing between

@@ -1,8 +1,8 @@
 """Terms of the training loss that the routers of a mixture of experts compute.
 
     with RouterLosses(balance, z).collected() as losses:
-        x_NC = model.hidden(ids)              each router appends its term to losses.terms
-    loss = losses.added_to(loss, targets, inv_count)
+        loss = model.loss(ids, targets)       each router appends its term to losses.terms
+    loss = losses.added_to(loss, share)
 
 The terms are Tensors, so autograd differentiates the whole loss; a layer that is recomputed returns
 its terms as results of the recomputed part (recompute.py). Nothing is collected where no backward
@@ -14,11 +14,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from ..device import Array, array_module
+from ..device import Array
 from ..kernels import elementwise as _elementwise
-from ..kernels.cross_entropy import count_targets
 from .autograd import Function
 from .mode import is_training
 from .tensor import Tensor
@@ -45,18 +42,13 @@ class RouterLosses:
         finally:
             _thread.losses = before
 
-    def added_to(self, loss: Tensor, targets_N: Array, inv_count_1: Array) -> Tensor:
+    def added_to(self, loss: Tensor, share_1: Array) -> Tensor:
         """Return loss + share times the mean of the terms.
 
-        The share of this forward pass in the batch is that of its targets.
-
-        inv_count: as in Transformer.loss.
+        share: (1,) float32, on the device: of the batch, what the forward pass computed.
         """
         if not self.terms:
             return loss
-        own_1 = count_targets(targets_N)
-        # without targets 0, not 0 / 0
-        share_1 = inv_count_1 / array_module(own_1).maximum(own_1, np.float32(1e-12)) * (own_1 > 0)
         return AddTerms.apply(loss, share_1, *self.terms)
 
 
