@@ -152,6 +152,8 @@ class Transformer(Module):
                 "this GPU has no fp8 products, which need compute capability 8.9 (Ada): choose "
                 "precision bf16"
             )
+        if self.config.n_experts:
+            raise UserError("precision fp8 is not supported for a mixture of experts: choose bf16")
         if not trainable:
             raise UserError(
                 "precision fp8 is not supported with adapters (--lora) or for serving: choose bf16"

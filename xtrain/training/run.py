@@ -29,6 +29,7 @@ from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
 from ..nn.modules import Arena
 from ..nn.optim import COSINE, AdamW, Decay, learning_rate
+from ..nn.router_losses import RouterLosses
 from ..run_options import RunOptions
 from . import checkpoint
 from .checkpoint import Snapshot
@@ -192,10 +193,13 @@ class Run:
         losses = []
         for part, last in self.micro_batches(batch):
             self.phase_timer.begin("forward")
-            loss = self.loss(part, inv_count)
+            with self.router_losses().collected() as routers:
+                loss = self.loss(part, inv_count)
+            losses.append(loss.data.reshape(1))
+            if routers.terms:
+                loss = routers.added_to(loss, self._share(part, batch))
             self.phase_timer.begin("backward")
             self.parallel.backward(loss, last)  # after the last: gradients are sums over all ranks
-            losses.append(loss.data.reshape(1))
         total = functools.reduce(add_fwd, losses)
         self.phase_timer.begin("optimizer")
         norm, factor = self.parallel.clip(self.optimizer, self.config.clip)
@@ -203,6 +207,17 @@ class Run:
         skip_unless_finite(factor, self.skips_in_a_row, *norms_and_losses, self.config.max_skips)
         self.optimizer.apply(hyper, factor)
         return total, norm
+
+    def router_losses(self) -> RouterLosses:
+        """Return what the routers of a mixture of experts add to the loss of one forward pass. It is
+        no part of the loss that is logged."""
+        return RouterLosses(self.config.balance_loss, self.config.router_z_loss)
+
+    def _share(self, part, batch):
+        """Return the part's share of the batch of all ranks, (1,) on the device."""
+        share_1 = zeros(self.skips_in_a_row, 1, np.float32)
+        share_1.fill(part.ids.shape[0] / batch.ids.shape[0] / self.ranks.world)
+        return share_1
 
     def noted_step(self, batch: Any) -> dict[tuple, Specialization]:
         """Return what a step with this batch launches and has not been compiled. Its kernels do not
