@@ -207,6 +207,7 @@ class Transformer(Module):
     ) -> Tensor:
         """Return the mean cross-entropy over the targets that are not -100, in nats; shape ().
 
+        The losses of the routers of a mixture are not part of it: nn/router_losses.py.
         The logits never exist as a whole, and this call already computes their gradient: use
         no_grad if no backward follows. Without any target the loss is 0. Raises UserError like
         calling the model.

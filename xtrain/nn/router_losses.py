@@ -1,7 +1,7 @@
 """Terms of the training loss that the routers of a mixture of experts compute.
 
     with RouterLosses(balance, z).collected() as losses:
-        x_NC = model.hidden(ids)              each router appends its term to losses.terms
+        loss = model.loss(ids, targets)       each router appends its term to losses.terms
     loss = losses.added_to(loss, share)
 
 The terms are Tensors, so autograd differentiates the whole loss; a layer that is recomputed returns

@@ -129,7 +129,7 @@ def _check_rows(op, name, x, width, other, order, E):
 
 def version(left: Array, right: Array) -> Any:
     """Return the module whose launch_product multiplies these operands."""
-    if dtype_name(left.dtype) == "float32":
+    if dtype_name(left.dtype) == "float32" or not left.size:
         return grouped_product_tiled
     rows = left.shape[-1], right.shape[-1], right.shape[-2]
     if any(n % ALIGNED for n in rows) or not on_16_bytes(left, right):

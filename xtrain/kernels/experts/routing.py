@@ -152,22 +152,30 @@ def make_routing_kernel(E, K, renormalized, biased):
                 score = p_S[s] + bias_E[e] if biased else load1(logits, n * E + e)
             score_S[s] = score if score == score else NEG_INF  # not NaN
         total = float32(0.0)
-        own_expert, own_p = NONE, float32(0.0)  # of the K, what this lane writes
+        own_expert = NONE  # of the K, what this lane writes
+        own_p = float32(0.0)
         for k in range(K):
-            best, expert, p = NEG_INF, NONE, float32(0.0)
+            best = NEG_INF
+            expert = NONE
+            p = float32(0.0)
             for s in range(STEPS):
                 if (free >> uint32(s)) & uint32(1) and (score_S[s] > best or expert == NONE):
-                    best, expert, p = score_S[s], int32(lane + 32 * s), p_S[s]
+                    best = score_S[s]
+                    expert = int32(lane + 32 * s)
+                    p = p_S[s]
             for step in (16, 8, 4, 2, 1):
                 other = cuda.shfl_xor_sync(FULL, best, step)
                 other_expert = cuda.shfl_xor_sync(FULL, expert, step)
                 other_p = cuda.shfl_xor_sync(FULL, p, step)
                 if other > best or (other == best and other_expert < expert):
-                    best, expert, p = other, other_expert, other_p
+                    best = other
+                    expert = other_expert
+                    p = other_p
             if (expert & 31) == lane:
                 free &= ~(uint32(1) << uint32(expert >> 5))
             if lane == k:
-                own_expert, own_p = expert, p
+                own_expert = expert
+                own_p = p
             total += p
         if lane < K:
             experts_NK[n, lane] = own_expert
