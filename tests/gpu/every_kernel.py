@@ -54,6 +54,7 @@ from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
 from xtrain.kernels.entropy import entropy
 from xtrain.kernels.experts import expert_rows, expert_swiglu, routing
 from xtrain.kernels.experts.expert_order import expert_order
+from xtrain.kernels.experts.load_balance import add_counts, move_bias
 from xtrain.kernels.fp8 import DTYPES as FP8_KINDS
 from xtrain.kernels.fp8 import (
     Slot,
@@ -291,6 +292,8 @@ def experts(dtype):
     for N, K, E in ((1, 2, 4), (40, 1, 1), (700, 2, 5), (1500, 8, 130)):
         chosen = np.argsort(-RNG.random((N, E)), 1)[:, :K]
         for ids in (chosen, np.zeros_like(chosen)):
+            add_counts(cp.zeros(E, np.int32), cp.ones(E, np.int32))
+            move_bias(draw(E), cp.arange(E, dtype=np.int32), 0.1)
             order = expert_order(cp.asarray(np.ascontiguousarray(ids, np.int32)), E)
             for C in (37, 264):
                 expert_rows.sum_rows(expert_rows.gather_rows(draw(N, C, dtype=dtype), order), order)

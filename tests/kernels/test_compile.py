@@ -51,7 +51,7 @@ from xtrain.kernels import skip_nonfinite as skip
 from xtrain.kernels.attention import flash_attention, key_bounds
 from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.kernels.decoding import gemv, kv_cache
-from xtrain.kernels.experts import expert_order, expert_rows, expert_swiglu, routing
+from xtrain.kernels.experts import expert_order, expert_rows, expert_swiglu, load_balance, routing
 from xtrain.kernels.runtime.launch import launch
 from xtrain.simulator import sim
 
@@ -142,6 +142,8 @@ def launch_experts(new):
     """The kernels of a mixture of experts."""
     order = expert_order.expert_order(sim(np.zeros((3, 2), np.int32)), 4)
     M, counts = order.pairs_M.size, sim(np.zeros(4, np.int32))
+    load_balance.add_counts(counts, counts)
+    load_balance.move_bias(f32(4), counts, 0.1)
     for width in (37, 256):
         expert_rows.sum_rows(expert_rows.gather_rows(new(3, width), order), order)
         y = expert_swiglu.expert_swiglu(new(M, 2 * width), f32(3, 2), order)
