@@ -15,10 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from twins import DEVICE
 
 from xtrain import Engine, Transformer, UserError
+from xtrain.device import to_device
 from xtrain.formats.architectures import config_from_hf
 from xtrain.formats.expert_files import mixtral_name
 from xtrain.formats.huggingface import written_tensors
 from xtrain.inspect.compare import compare
+from xtrain.nn.router_losses import RouterLosses
 
 ROOT = Path(__file__).parents[2]
 SIZE = dict(
@@ -278,6 +280,36 @@ def test_layer_types_mean_what_they_mean_in_transformers(name, kind, tmp_path):
     ids = np.arange(40)[None]
     found = to_host(Transformer.from_pretrained(tmp_path, DEVICE)(ids).data)
     np.testing.assert_allclose(found, logits_of(theirs.eval(), ids), atol=1e-4)
+
+
+def test_the_balance_loss_of_one_layer(tmp_path):
+    """transformers multiplies means over all layers; of one layer, that is the loss of Switch."""
+    kind, changes, note = PUBLISHED[QWEN3_MOE]
+    one = dict(num_hidden_layers=1, mlp_only_layers=[], router_aux_loss_coef=0.3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PUBLISHED, QWEN3_MOE, (kind, changes | one, note))
+        theirs = published(QWEN3_MOE, tmp_path)
+    ids = np.random.default_rng(1).integers(0, 61, (2, 40))
+    inputs = torch.from_numpy(ids)
+    loss = theirs(inputs, labels=inputs, output_router_logits=True).loss
+    loss.backward()
+    model = Transformer.from_pretrained(tmp_path, DEVICE)
+    with RouterLosses(0.3, 0.0).collected() as routers:
+        plain = model.loss(ids[:, :-1], ids[:, 1:])
+    assert len(routers.terms) == 1
+    assert loss.item() - plain.item() > 0.3  # the smallest value is 0.3 K
+    with RouterLosses(0.3, 0.0).collected() as routers:  # theirs counts the last tokens, too
+        model.hidden(ids)
+    ours = routers.added_to(
+        model.loss(ids[:, :-1], ids[:, 1:]), to_device(np.ones(1, np.float32), DEVICE)
+    )
+    assert ours.item() == pytest.approx(loss.item(), rel=1e-5)
+    ours.backward()
+    known = with_gradients(theirs)
+    for path, parameter in model.named_parameters():
+        gradient = known[path][1]
+        error = np.linalg.norm(to_host(parameter.grad) - gradient)
+        assert error <= 1e-4 * np.linalg.norm(gradient), path
 
 
 @pytest.mark.parametrize("name", [QWEN3_MOE, "OLMoE", "Mixtral"])

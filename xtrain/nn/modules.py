@@ -27,6 +27,7 @@ import itertools
 import math
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -496,9 +497,7 @@ class Module:
 
     def zero_grad(self) -> None:
         """Set all gradients to 0. Call it before the first backward of each step, which adds.
-
-        Raises UserError if the model was made with trainable=False.
-        """
+        Raises UserError if the model was made with trainable=False."""
         self.arena.zero_grad()
 
 
@@ -513,21 +512,20 @@ def _items(name, value):
 
 def _tree(module):
     """Return lines: the module with its own tensors, then, indented, those of its modules."""
-    tensors: dict[str, int] = {}  # numbered ones, of experts, appear once
+    tensors: Counter[str] = Counter()  # those of experts differ in a number
     children = []
     for attribute, value in vars(module).items():
         for path, item in _items(attribute, value):
             if isinstance(item, Parameter):
                 for suffix, rows in item.parts.items():
                     name = re.sub(r"\.\d+\.", ".N.", path if suffix == "weight" else suffix)
-                    line = f"{name} {(rows, *item.declared_shape[1:])}"
-                    tensors[line] = tensors.get(line, 0) + 1
+                    tensors[f"{name} {(rows, *item.declared_shape[1:])}"] += 1
             elif isinstance(item, Module):
                 children.append((path, _tree(item)))
     total = sum(
         sum(p.parts.values()) * math.prod(p.declared_shape[1:]) for _, p in module.storage()
     )
-    shown = [line if n == 1 else f"{n} x {line}" for line, n in tensors.items()]
+    shown = (f"{n} x {line}" if n > 1 else line for line, n in tensors.items())
     lines = [", ".join([f"{type(module).__name__}: {total:,}", *shown])]
     for found, group in itertools.groupby(children, key=lambda child: child[1]):
         paths = [path for path, _ in group]
