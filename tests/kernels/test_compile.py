@@ -51,7 +51,12 @@ from xtrain.kernels import skip_nonfinite as skip
 from xtrain.kernels.attention import flash_attention, key_bounds
 from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.kernels.decoding import gemv, kv_cache
-from xtrain.kernels.experts import expert_order
+from xtrain.kernels.experts import (
+    expert_order,
+    grouped_product,
+    grouped_product_mma,
+    grouped_product_tiled,
+)
 from xtrain.kernels.runtime.launch import launch
 from xtrain.simulator import sim
 
@@ -93,7 +98,7 @@ def launch_everything(dtype):
     swiglu.swiglu_bwd(swiglu.swiglu_fwd(new(2, 8), gelu=True), new(2, 8), gelu=True)
     swiglu.swiglu_bwd(new(2, 4), new(2, 8), recompute_y=True, gelu=True)
     swiglu.silu_bwd(swiglu.silu_fwd(new(8)), new(8))
-    expert_order.expert_order(sim(np.zeros((3, 2), np.int32)), 4)
+    launch_experts(new)
     silu_mul.silu_mul_bwd(silu_mul.silu_mul_fwd(new(8), new(8)), new(8), new(8))
     elementwise.add_into(elementwise.add_fwd(new(8), new(8)), new(8))
     elementwise.scale_into(elementwise.scale_fwd(new(8), 0.5), f32(1))
@@ -136,6 +141,20 @@ def launch_everything(dtype):
             q, k = new(1, T, 2, D), new(1, T + 1, 1, D)
             o, lse = flash_attention.flash_attention_fwd(q, k, k, 0.1, causal)
             flash_attention.flash_attention_bwd(o, q, k, k, o, lse, 0.1, causal)
+
+
+def launch_experts(new):
+    """The wgmma version of the products is in test_grouped_product_compile.py."""
+    order = expert_order.expert_order(sim(np.zeros((3, 2), np.int32)), 4)
+    x, w = new(order.pairs_M.size, 8), new(4, 8, 8)
+    versions = [grouped_product_tiled] + [grouped_product_mma] * (x.dtype == BF16)
+    for version in versions:
+        with mock.patch.object(grouped_product, "version", lambda *_: version):  # noqa: B023
+            grouped_product.grouped_product(x, w, order)
+            grouped_product.grouped_product_dx(x, w, order)
+            grouped_product.grouped_product_dw(x, x, order, w.copy())
+            for accumulate in (False, True):
+                grouped_product.grouped_product_dw(x, x, order, f32(4, 8, 8), accumulate)
 
 
 def launch_plain():
