@@ -25,6 +25,7 @@ tensor as a view under its Hugging Face name.
 
 import itertools
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,6 +44,7 @@ from .tensor import Tensor, Version
 
 # floats: every parameter starts at a multiple of 256 bytes, for 16-byte loads and cuBLAS
 ALIGN = 64
+STD = 0.02  # of the initialisation of a model's matrices
 
 
 class _ArenaTensor(Tensor):
@@ -511,20 +513,22 @@ def _items(name, value):
 
 def _tree(module):
     """Return lines: the module with its own tensors, then, indented, those of its modules."""
-    tensors, children = [], []
+    tensors: dict[str, int] = {}  # numbered ones, of experts, appear once
+    children = []
     for attribute, value in vars(module).items():
         for path, item in _items(attribute, value):
             if isinstance(item, Parameter):
-                tensors += [
-                    f"{path if suffix == 'weight' else suffix} {(rows, *item.declared_shape[1:])}"
-                    for suffix, rows in item.parts.items()
-                ]
+                for suffix, rows in item.parts.items():
+                    name = re.sub(r"\.\d+\.", ".N.", path if suffix == "weight" else suffix)
+                    line = f"{name} {(rows, *item.declared_shape[1:])}"
+                    tensors[line] = tensors.get(line, 0) + 1
             elif isinstance(item, Module):
                 children.append((path, _tree(item)))
     total = sum(
         sum(p.parts.values()) * math.prod(p.declared_shape[1:]) for _, p in module.storage()
     )
-    lines = [", ".join([f"{type(module).__name__}: {total:,}", *tensors])]
+    shown = [line if n == 1 else f"{n} x {line}" for line, n in tensors.items()]
+    lines = [", ".join([f"{type(module).__name__}: {total:,}", *shown])]
     for found, group in itertools.groupby(children, key=lambda child: child[1]):
         paths = [path for path, _ in group]
         numbered = len(paths) > 2 or paths[-1][-1].isdigit()

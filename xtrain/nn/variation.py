@@ -55,7 +55,8 @@ def changed_settings(module: Module, plain: Module) -> list[str]:
 def of_layer(setting: Any) -> Any:
     """Return a setting of a layer; of a config only what does not count the layers."""
     if isinstance(setting, ModelConfig):
-        return replace(setting, n_layers=1, no_rope_layers=(), full_attention_layers=())
+        of_one = dict.fromkeys(("no_rope_layers", "full_attention_layers", "dense_layers"), ())
+        return replace(setting, n_layers=1, **of_one)
     return setting
 
 
