@@ -60,6 +60,7 @@ from xtrain.kernels.experts import (
     grouped_product_mma,
     routing,
 )
+from xtrain.kernels.experts.expert_gemv import expert_gemv
 from xtrain.kernels.experts.expert_order import expert_order
 from xtrain.kernels.experts.load_balance import add_counts, move_bias
 from xtrain.kernels.fp8 import DTYPES as FP8_KINDS
@@ -319,6 +320,10 @@ def experts(dtype):
                         for accumulate in (False, True):
                             dw = draw(E, O, I)
                             grouped_product.grouped_product_dw(dy, x, order, dw, accumulate)
+        for width, C in ((8, 264), (1032, 8)):
+            ids, few = cp.asarray(np.ascontiguousarray(chosen[:8], np.int32)), min(N, 8)
+            matrices = draw(E, 2 * width, C, dtype=dtype), draw(E, C, width, dtype=dtype)
+            expert_gemv(draw(few, C, dtype=dtype), draw(few, K), ids, *matrices)
         logits = draw(N, E, dtype=dtype)
         for renormalized, bias in ((True, None), (False, draw(E))):
             ids, weights = routing.routing(logits, K, renormalized, bias)
