@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from twins import random_model, small
 
-from xtrain import Transformer, UserError, family
+from xtrain import Engine, Transformer, UserError, family
 from xtrain.config import ModelConfig, TrainConfig, resolve
 from xtrain.formats.huggingface import shapes_of
 from xtrain.nn.lora import TARGETS_OF_MLP, AdaptedTransformer, Lora
@@ -82,3 +82,11 @@ def test_layers_can_be_removed(keep, dense, tmp_path):
     else:
         assert again.config.dense_layers == dense
     assert np.array_equal(again(ids).numpy(), expected)
+
+
+def test_the_engine_serves_a_mixture_that_no_other_program_has():
+    """A row's bits depend on how many rows an expert has, which is not reading other tokens."""
+    model = random_model(small(**EXPERTS, qkv_bias=True), device="cpu")
+    assert model.variation == "qk_norm with qkv_bias with n_experts"
+    (answer,) = Engine(model, 1).generate([[1, 2, 3]], 5)
+    assert answer == model.generate(np.array([1, 2, 3]), 5)[3:].tolist()
