@@ -109,7 +109,7 @@ def measure(name: str, shape: Shape, skewed: bool, outputs: int, inputs: int) ->
         more = {"dense": round(rate(dense[min(i, 2)]), 1)}
         value = 2e-9 * P * inputs * outputs / ms
         record(
-            "experts", f"{name}.{product}", shape=text, dtype="bf16", ms=ms, value=value,
+            "bench_experts", f"{name}.{product}", shape=text, dtype="bf16", ms=ms, value=value,
             unit="TFLOP/s", peer="torch._grouped_mm", peer_value=peer, **more,
         )  # fmt: skip
         print(f"    dense {more['dense']:.0f} TFLOP/s")

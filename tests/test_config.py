@@ -137,7 +137,7 @@ def test_from_dict_names_unknown_and_missing_fields():
     good = model().to_dict()
     with pytest.raises(
         UserError,
-        match=r"unknown model config depth, n_head: the fields are dense_layers, dim, expert_hidden_dim",
+        match=r"unknown model config depth, n_head: the fields are dense_layers, dim, expert_bias",
     ):
         ModelConfig.from_dict(good | dict(n_head=3, depth=1))
     with pytest.raises(UserError, match=r"^the model config lacks dim, vocab_size$"):

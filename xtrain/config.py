@@ -46,6 +46,7 @@ FEATURES = (
     "no_rope_layers",
     *GEMMA,
     "n_experts",
+    "expert_bias",
     "sliding_window",
 )  # of ModelConfig, in which families of models differ
 FAMILIES = {
@@ -75,6 +76,7 @@ SHAPES = (
     "n_experts",
     "expert_hidden_dim",
     "dense_layers",
+    "expert_bias",
 )
 # Larger sizes are damage or a mistake: they would fill the memory before they are found to be wrong.
 MOST = {
@@ -97,10 +99,11 @@ SHAPE_OPTIONS = {  # of a command -> the field of ModelConfig
     "dim": "dim", "layers": "n_layers", "heads": "n_heads", "kv_heads": "n_kv_heads", "head_dim": "head_dim",
     "hidden_dim": "hidden_dim", "qk_norm": "qk_norm", "tie_embeddings": "tie_embeddings",
     "experts": "n_experts", "experts_per_token": "experts_per_token",
-    "expert_hidden_dim": "expert_hidden_dim",
+    "expert_hidden_dim": "expert_hidden_dim", "expert_bias": "expert_bias",
 }  # fmt: skip
 LENGTHS = {"vocab_size": "vocab_size", "seq_len": "max_seq_len"}  # the same of other options
-SIZE_OPTIONS = [name for name in SHAPE_OPTIONS if name not in ("qk_norm", "tie_embeddings")]
+FLAGS = ("qk_norm", "tie_embeddings", "expert_bias")  # of SHAPE_OPTIONS; the others are sizes
+SIZE_OPTIONS = [name for name in SHAPE_OPTIONS if name not in FLAGS]
 DERIVED: Any = None  # default of a field that __post_init__ computes from the others
 
 
@@ -147,6 +150,8 @@ class ModelConfig:
     # the K probabilities are divided by their sum (Mixtral; norm_topk_prob of Qwen3-MoE and OLMoE)
     renormalized_experts: bool = True
     dense_layers: tuple[int, ...] = ()  # that keep their MLP
+    # a bias is added to the probabilities when experts are chosen; training levels the load with it
+    expert_bias: bool = False
     joint_qk_norm: bool = False  # each of the QK-norms is over all heads at once (OLMoE)
 
     def __post_init__(self) -> None:
@@ -187,7 +192,13 @@ class ModelConfig:
             ok = type(value) in (int, float) and 0 <= value < LARGEST
             need(ok, f"{name} must be a positive number, or 0, got {value!r}")
         flags = ("qk_norm", "qkv_bias", "tie_embeddings", "sandwich_norms", "gelu")
-        for name in (*flags, "scaled_embedding", "joint_qk_norm", "renormalized_experts"):
+        for name in (
+            *flags,
+            "scaled_embedding",
+            "joint_qk_norm",
+            "renormalized_experts",
+            "expert_bias",
+        ):
             value = getattr(self, name)
             need(isinstance(value, bool), f"{name} must be true or false, got {value!r}")
         for name in ("no_rope_layers", "full_attention_layers", "dense_layers"):
@@ -214,7 +225,7 @@ class ModelConfig:
 
     def _check_experts(self):
         if self.n_experts == 0:
-            for name in ("experts_per_token", "expert_hidden_dim", "dense_layers"):
+            for name in ("experts_per_token", "expert_hidden_dim", "dense_layers", "expert_bias"):
                 need(not getattr(self, name), f"{name} is given, but no n_experts: give both")
             return
         if self.expert_hidden_dim == 0:
@@ -382,6 +393,9 @@ class ShapeOptions:
     experts: int | None = None
     experts_per_token: int | None = None  # experts that compute each token; none: 2 of --experts
     expert_hidden_dim: int | None = None  # width of one expert; none: that of the MLP
+    # experts are chosen with a bias, moved after each step so that they get equally many tokens;
+    # none: without
+    expert_bias: bool | None = None
 
     def shape(self, preset: "Preset") -> dict[str, Any]:
         """Return the fields of ModelConfig, without vocab_size and max_seq_len."""

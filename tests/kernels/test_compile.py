@@ -51,7 +51,16 @@ from xtrain.kernels import skip_nonfinite as skip
 from xtrain.kernels.attention import flash_attention, key_bounds
 from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.kernels.decoding import gemv, kv_cache
-from xtrain.kernels.experts import expert_order, expert_rows, expert_swiglu, routing
+from xtrain.kernels.experts import (
+    expert_order,
+    expert_rows,
+    expert_swiglu,
+    grouped_product,
+    grouped_product_mma,
+    grouped_product_tiled,
+    load_balance,
+    routing,
+)
 from xtrain.kernels.runtime.launch import launch
 from xtrain.simulator import sim
 
@@ -139,9 +148,11 @@ def launch_everything(dtype):
 
 
 def launch_experts(new):
-    """The kernels of a mixture of experts."""
+    """The kernels of a mixture of experts; test_grouped_product_compile.py has the wgmma version."""
     order = expert_order.expert_order(sim(np.zeros((3, 2), np.int32)), 4)
     M, counts = order.pairs_M.size, sim(np.zeros(4, np.int32))
+    load_balance.add_counts(counts, counts)
+    load_balance.move_bias(f32(4), counts, 0.1)
     for width in (37, 256):
         expert_rows.sum_rows(expert_rows.gather_rows(new(3, width), order), order)
         y = expert_swiglu.expert_swiglu(new(M, 2 * width), f32(3, 2), order)
@@ -152,6 +163,15 @@ def launch_experts(new):
     routing.router_loss_bwd(
         routing.router_loss(new(3, 4), counts, 0.1, 0.1), new(3, 4), counts, 0.1, 0.1
     )
+    x, w = new(order.pairs_M.size, 8), new(4, 8, 8)
+    versions = [grouped_product_tiled] + [grouped_product_mma] * (x.dtype == BF16)
+    for version in versions:
+        with mock.patch.object(grouped_product, "version", return_value=version):
+            grouped_product.grouped_product(x, w, order)
+            grouped_product.grouped_product_dx(x, w, order)
+            grouped_product.grouped_product_dw(x, x, order, w.copy())
+            for accumulate in (False, True):
+                grouped_product.grouped_product_dw(x, x, order, f32(4, 8, 8), accumulate)
 
 
 def launch_plain():

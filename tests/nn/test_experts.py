@@ -8,6 +8,7 @@ from checks import normal, rng, same_bytes
 from xtrain import ModelConfig, Transformer
 from xtrain.kernels.cross_entropy import count_targets
 from xtrain.nn.autograd import Tensor, no_grad
+from xtrain.nn.expert_bias import ExpertBiases
 from xtrain.nn.experts import MixtureOfExperts
 from xtrain.nn.router_losses import RouterLosses
 
@@ -150,3 +151,21 @@ def test_micro_batches_share_the_losses_of_the_routers():
     parts = gradients(model, (0.5, *half, inverse), (0.5, *half, inverse))
     assert parts[0] == pytest.approx(whole[0], rel=1e-6)
     np.testing.assert_allclose(parts[1], whole[1], rtol=1e-4, atol=1e-7)
+
+
+def test_the_bias_levels_the_load_and_counts_every_row_once():
+    """Also where layers are recomputed, and over micro-batches."""
+    model = Transformer(config(expert_bias=True), recompute="block")
+    biases = ExpertBiases(model, 0.0003)
+    largest = []
+    for _ in range(40):
+        biases.begin_step()
+        for seed in (0, 1):
+            with RouterLosses(0.0, 0.0).collected() as routers:
+                model.loss(*batch(seed=seed)).backward()
+            biases.count(routers)
+        assert (biases.load_LE.sum(1) == 2 * 16 * 2).all()
+        largest.append(biases.load_LE.max())
+        biases.move()
+    assert np.mean(largest[-5:]) < 0.8 * largest[0], largest
+    assert model.variation == "qk_norm with n_experts with expert_bias"

@@ -85,6 +85,8 @@ def keys_of_experts(model_type: str, config: ModelConfig) -> dict[str, Any]:
 def expert_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return {name in the layer: shape} of the tensors that stand in the place of an MLP."""
     shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (c.n_experts, c.dim)}
+    if c.expert_bias:
+        shapes["mlp.gate.e_score_correction_bias"] = (c.n_experts,)
     for e in range(c.n_experts):
         for part in ("gate_proj", "up_proj"):
             shapes[f"mlp.experts.{e}.{part}.weight"] = (c.expert_hidden_dim, c.dim)

@@ -26,7 +26,11 @@ class MixtureOfExperts(Module):
     gate: the router, (E, C).
     gate_up: (E 2F, C), of each expert its gate, then its up projection.
     down: (E C, F).
+    bias: (E,), or None: added to the probabilities when experts are chosen. It has no gradient; a
+        run moves it after each step (kernels/experts/load_balance.py).
     """
+
+    bias: Parameter | None = None
 
     def __init__(self, c: ModelConfig):
         E, F = c.n_experts, c.expert_hidden_dim
@@ -39,6 +43,9 @@ class MixtureOfExperts(Module):
             down[f"experts.{e}.down_proj.weight"] = c.dim
         self.gate_up = Parameter((E * 2 * F, c.dim), STD, gate_up)
         self.down = Parameter((E * c.dim, F), STD / (2 * c.n_layers) ** 0.5, down)
+        if c.expert_bias:
+            self.bias = Parameter((E,), 0.0, {"gate.e_score_correction_bias": E})
+            self.bias.requires_grad = False
         self.n_experts = E
         self.experts_per_token = c.experts_per_token
         self.renormalized = c.renormalized_experts
@@ -47,12 +54,16 @@ class MixtureOfExperts(Module):
         """Return the mixture of x (N, C): (N, C)."""
         x_NC = matching(x_NC, self.gate_up)
         logits_NE = self.logits(x_NC)
-        experts_NK, weights_NK = F.routing(logits_NE, self.experts_per_token, self.renormalized)
+        bias_E = None if self.bias is None else self.bias.data
+        options = self.experts_per_token, self.renormalized, bias_E
+        experts_NK, weights_NK = F.routing(logits_NE, *options)
         order = expert_order(experts_NK.data, self.n_experts)
         losses = router_losses()
         if losses is not None:
-            term = F.router_loss(logits_NE, order.counts_E, losses.balance, losses.z)
-            losses.terms.append(term)
+            losses.counts.append(order.counts_E)
+            if losses.has_terms():
+                term = F.router_loss(logits_NE, order.counts_E, losses.balance, losses.z)
+                losses.terms.append(term)
         return F.expert_mlp(x_NC, weights_NK, self.gate_up, self.down, order)
 
     def logits(self, x_NC: Tensor) -> Tensor:

@@ -47,21 +47,21 @@ def recompute(f: Callable[..., Any], *inputs: Tensor) -> Any:
     losses = router_losses()
     if losses is None:
         return Recompute.apply(f, *inputs)
-    counts: list[int] = []
-    results = Recompute.apply(functools.partial(_with_terms, f, losses, counts), *inputs)
-    losses.terms += results[counts[0] :]
-    return results[0] if counts[0] == 1 else results[: counts[0]]
+    counts: list[Array] = []
+    again = functools.partial(_with_terms, f, losses, counts)
+    results = as_tuple(Recompute.apply(again, *inputs))
+    losses.counts += counts  # of the run that has ended: backward's run adds nothing
+    n = len(results) - (len(counts) if losses.has_terms() else 0)
+    losses.terms += results[n:]
+    return results[0] if n == 1 else results[:n]
 
 
 def _with_terms(f, losses, counts, *inputs):
-    """Return what f returns, then the terms of the loss that it collects.
-
-    counts: gets the number of the former.
-    """
+    """Return what f returns, then the terms of the loss that it collects, one for each of counts."""
     own = RouterLosses(losses.balance, losses.z)
     with own.collected():
         out = as_tuple(f(*inputs))
-    counts.append(len(out))
+    counts += own.counts
     return (*out, *own.terms)
 
 

@@ -26,15 +26,21 @@ class RouterLosses:
     """The weights of the losses of routers, and the terms of one forward pass.
 
     balance, z: functional.router_loss; the terms of the layers are averaged.
+    counts: of each layer, the rows of each expert, (E,) int32.
     """
 
     balance: float
     z: float
     terms: list[Tensor] = field(default_factory=list)
+    counts: list[Array] = field(default_factory=list)
+
+    def has_terms(self) -> bool:
+        """Return True if each router has a term."""
+        return self.balance > 0 or self.z > 0
 
     @contextlib.contextmanager
     def collected(self) -> Iterator["RouterLosses"]:
-        """Let the routers that run inside, in this thread, append their terms to this object."""
+        """Let the routers that run inside, in this thread, append to this object."""
         before = _thread.losses
         _thread.losses = self
         try:
@@ -60,11 +66,9 @@ _thread = _Thread()
 
 
 def router_losses() -> RouterLosses | None:
-    """Return what collects this thread's terms; None: they are not needed."""
+    """Return what collects this thread's terms; None: nothing, or no backward follows."""
     losses = _thread.losses
-    if losses is None or not is_training() or not (losses.balance or losses.z):
-        return None
-    return losses
+    return losses if is_training() else None
 
 
 class AddTerms(Function):

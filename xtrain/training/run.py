@@ -26,6 +26,7 @@ from ..kernels.runtime.launch import Specialization, compile_noted, note_launche
 from ..kernels.skip_nonfinite import skip_unless_finite
 from ..nn.autograd import Tensor, no_grad
 from ..nn.cuda_graph import Graphed
+from ..nn.expert_bias import ExpertBiases
 from ..nn.model import Transformer
 from ..nn.modules import Arena
 from ..nn.optim import COSINE, AdamW, Decay, learning_rate
@@ -113,6 +114,7 @@ class Run:
             )
         self.parallel.attach(config, model)
         self.ranks = ranks = self.parallel.ranks
+        self.expert_biases = ExpertBiases(model, config.expert_bias_rate)
         self.optimizer = self.make_optimizer()
         self.loader = corpus.loader(c.batch, c.seq_len, c.seed, ranks.rank, ranks.world)
         self.done = 0
@@ -193,12 +195,14 @@ class Run:
         (1,)
         """
         self.model.zero_grad()
+        self.expert_biases.begin_step()
         losses = []
         for part, last in self.micro_batches(batch):
             self.phase_timer.begin("forward")
             with self.router_losses().collected() as routers:
                 loss = self.loss(part, inv_count)
             losses.append(loss.data.reshape(1))
+            self.expert_biases.count(routers)
             if routers.terms:
                 loss = routers.added_to(loss, self._share(part, batch))
             self.phase_timer.begin("backward")
@@ -209,6 +213,8 @@ class Run:
         norms_and_losses = self.parallel.gather_norm_and_loss(norm, total)
         skip_unless_finite(factor, self.skips_in_a_row, *norms_and_losses, self.config.max_skips)
         self.optimizer.apply(hyper, factor)
+        self.parallel.sum_load(self.expert_biases.load_LE)
+        self.expert_biases.move()
         return total, norm
 
     def router_losses(self) -> RouterLosses:

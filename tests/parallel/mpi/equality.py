@@ -134,6 +134,8 @@ def experts(folder):
     }
     found = compare(folder, (2,), variants, **kind, micro_batch=2)
     found |= compare(folder, (2,), {"muon": dict(zero=1)}, **kind, optimizer="muon")
+    biased = kind | {"mixture": kind["mixture"] | {"expert_bias": True}}
+    compare(folder, (2,), {"biased": dict(zero=0)}, **biased, expert_bias_rate=0.01)
     if found:
         np.testing.assert_allclose(found[2, "bucket 1"], found[2, "naive 0"], atol=2e-5)
     ranks = some_ranks(2)
