@@ -9,7 +9,7 @@ from .experts import MixtureOfExperts
 from .modules import Module, Parameter
 
 NO_EXPERTS: dict[str, Any] = dict(
-    n_experts=0, experts_per_token=0, expert_hidden_dim=0, dense_layers=()
+    n_experts=0, experts_per_token=0, expert_hidden_dim=0, dense_layers=(), expert_bias=False
 )
 
 
