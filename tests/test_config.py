@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from xtrain import ModelConfig, TrainConfig, UserError
-from xtrain.config import MOST, PRESETS, ROPE_SCALINGS, resolve
+from xtrain.config import MOST, PRESETS, resolve
 from xtrain.nn.optim import learning_rate
+from xtrain.rope_scalings import ROPE_SCALINGS
 from xtrain.run_options import LONGEST_WATCHDOG
 
 LLAMA3 = dict(

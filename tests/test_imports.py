@@ -14,7 +14,7 @@ ORDER = [
 ]  # fmt: skip
 GROUND = {
     "config.py", "device.py", "family.py", "cli.py", "console.py", "files.py", "json_files.py", "machine.py", "blas.py", "errors.py",
-    "version.py", "options.py", "option_fields.py", "option_files.py", "option_help.py", "option_words.py", "run_options.py",
+    "version.py", "options.py", "option_fields.py", "option_files.py", "option_help.py", "option_words.py", "run_options.py", "rope_scalings.py",
 }  # fmt: skip
 ENTRANCES = {"__init__.py", "report/__main__.py"}  # the public API, and a command inside a room
 

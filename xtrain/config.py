@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from . import family
+from .rope_scalings import LARGEST, check_rope_scaling, is_positive, rope_type
 from .run_options import (
     MAX_COUNT,
     ExpertOptions,
@@ -24,14 +25,6 @@ from .run_options import (
     option_name,
 )
 
-# Parameters of each type of RoPE scaling (names and meaning as in Hugging Face configs).
-ROPE_SCALINGS = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"),
-}  # fmt: skip
 GEMMA = (
     "sandwich_norms",
     "gelu",
@@ -91,7 +84,6 @@ MOST = {
     "expert_hidden_dim": 1 << 20,
 }
 MOST_TOKENS = 1 << 24  # of one forward pass
-LARGEST = 1e30  # limit of every number in a model's config, below the float32 maximum
 # the vocabulary is padded to a multiple in memory: an odd width makes the head's GEMM 5 times
 # slower
 VOCAB_MULTIPLE = 128
@@ -105,12 +97,6 @@ LENGTHS = {"vocab_size": "vocab_size", "seq_len": "max_seq_len"}  # the same of 
 FLAGS = ("qk_norm", "tie_embeddings", "expert_bias")  # of SHAPE_OPTIONS; the others are sizes
 SIZE_OPTIONS = [name for name in SHAPE_OPTIONS if name not in FLAGS]
 DERIVED: Any = None  # default of a field that __post_init__ computes from the others
-
-
-def is_positive(value: Any) -> bool:
-    """Return True for a number above 0 that is not out of range."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 0 < value < LARGEST
 
 
 @dataclass(frozen=True)
@@ -220,7 +206,8 @@ class ModelConfig:
             self.qk_norm or not self.joint_qk_norm,
             "joint_qk_norm is given, but no qk_norm: set qk_norm, too",
         )
-        self._check_rope_scaling()
+        if self.rope_scaling is not None:
+            check_rope_scaling(self.rope_scaling)
         self._check_experts()
 
     def _check_experts(self):
@@ -250,32 +237,6 @@ class ModelConfig:
         object.__setattr__(self, name, int(value))  # also of NumPy
         most = MOST.get(name, MAX_COUNT)
         need(value <= most, f"{name} must be at most {most}, got {value}")
-
-    def _check_rope_scaling(self):
-        scaling = self.rope_scaling
-        if scaling is None:
-            return
-        need(isinstance(scaling, dict), f"rope_scaling must be a dict or None, got {scaling!r}")
-        kind = self.rope_type
-        kinds = ", ".join(ROPE_SCALINGS)
-        need(
-            kind in list(ROPE_SCALINGS),  # `in` a list, because an invalid kind may not be hashable
-            f"rope_scaling type {kind!r} is not supported: choose one of {kinds}",
-        )
-        for key in ROPE_SCALINGS[kind]:
-            value = scaling.get(key)
-            need(
-                is_positive(value),
-                f"rope_scaling {kind!r} needs a positive number for {key!r}, got {value!r}",
-            )
-        need(
-            kind != "llama3" or scaling["high_freq_factor"] > scaling["low_freq_factor"],
-            "rope_scaling 'llama3': high_freq_factor must be larger than low_freq_factor",
-        )
-        need(
-            kind != "yarn" or scaling["beta_fast"] > scaling["beta_slow"],
-            "rope_scaling 'yarn': beta_fast must be larger than beta_slow",
-        )
 
     @property
     def family(self) -> str:
@@ -333,10 +294,8 @@ class ModelConfig:
 
     @property
     def rope_type(self) -> str:
-        """The type of RoPE scaling, a key of ROPE_SCALINGS. (Older configs call the field
-        `type`.)"""
-        scaling = self.rope_scaling or {}
-        return scaling.get("rope_type", scaling.get("type", "default"))
+        """The type of RoPE scaling, a key of ROPE_SCALINGS."""
+        return rope_type(self.rope_scaling or {})
 
     @property
     def context(self) -> int:

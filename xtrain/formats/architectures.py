@@ -26,9 +26,10 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..config import MOST, ModelConfig, is_positive
+from ..config import MOST, ModelConfig
 from ..errors import UserError
 from ..json_files import listed
+from ..rope_scalings import is_positive
 from .expert_files import KEYS, expert_shapes, fields_of_experts, keys_of_experts, one_tensor_each
 from .rope_config import LOCAL_THETA, normalize_scaling, read_rope, without_local_rope
 from .tensor_file import Stored

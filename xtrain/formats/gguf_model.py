@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 
 from .. import files
-from ..config import LARGEST
 from ..data.tokenizer_files import MORE_TEMPLATES, TEMPLATE
 from ..device import cache_folder
 from ..errors import UserError
 from ..json_files import listed, reading
 from ..option_fields import one_line
+from ..rope_scalings import LARGEST
 from .architectures import ARCHITECTURES, Architecture
 from .gguf_names import BEGINS_LLAMA3, NO_ROPE_EVERY, PRE_TOKENIZERS, ROTATES_PAIRS
 from .gguf_tensors import INDEX, library

@@ -6,8 +6,8 @@ Both styles: rope_theta and rope_scaling at the top (transformers 4), or rope_pa
 import math
 from typing import Any
 
-from ..config import ROPE_SCALINGS, is_positive
 from ..errors import UserError
+from ..rope_scalings import ROPE_SCALINGS, is_positive
 
 LOCAL_THETA = "rope_local_base_freq"  # of Gemma 3's layers with a window
 
