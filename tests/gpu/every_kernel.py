@@ -60,6 +60,7 @@ from xtrain.kernels.experts import (
     grouped_product_mma,
     routing,
 )
+from xtrain.kernels.experts.expert_gemv import expert_gemv
 from xtrain.kernels.experts.expert_order import expert_order
 from xtrain.kernels.experts.load_balance import add_counts, move_bias
 from xtrain.kernels.fp8 import DTYPES as FP8_KINDS
@@ -310,7 +311,7 @@ def experts(dtype):
             M = order.pairs_M.size
             for O, I in ((19, 37), (72, 136)):  # noqa: E741
                 x, dy, w = (draw(*n, dtype=dtype) for n in ((M, I), (M, O), (E, O, I)))
-                for version in (grouped_product.version(x, w), grouped_product_mma):
+                for version in (grouped_product.version(x, w, w), grouped_product_mma):
                     if version is grouped_product_mma and (dtype == np.float32 or I % 8):
                         continue
                     with mock.patch.object(grouped_product, "version", return_value=version):
@@ -319,6 +320,10 @@ def experts(dtype):
                         for accumulate in (False, True):
                             dw = draw(E, O, I)
                             grouped_product.grouped_product_dw(dy, x, order, dw, accumulate)
+        for width, C in ((8, 264), (1032, 8)):
+            ids, few = cp.asarray(np.ascontiguousarray(chosen[:8], np.int32)), min(N, 8)
+            matrices = draw(E, 2 * width, C, dtype=dtype), draw(E, C, width, dtype=dtype)
+            expert_gemv(draw(few, C, dtype=dtype), draw(few, K), ids, *matrices)
         logits = draw(N, E, dtype=dtype)
         for renormalized, bias in ((True, None), (False, draw(E))):
             ids, weights = routing.routing(logits, K, renormalized, bias)

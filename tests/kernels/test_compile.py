@@ -52,6 +52,7 @@ from xtrain.kernels.attention import flash_attention, key_bounds
 from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.kernels.decoding import gemv, kv_cache
 from xtrain.kernels.experts import (
+    expert_gemv,
     expert_order,
     expert_rows,
     expert_swiglu,
@@ -150,6 +151,8 @@ def launch_everything(dtype):
 def launch_experts(new):
     """The kernels of a mixture of experts; test_grouped_product_compile.py has the wgmma version."""
     order = expert_order.expert_order(sim(np.zeros((3, 2), np.int32)), 4)
+    experts = sim(np.zeros((2, 2), np.int32))
+    expert_gemv.expert_gemv(new(2, 16), f32(2, 2), experts, new(3, 16, 16), new(3, 16, 8))
     M, counts = order.pairs_M.size, sim(np.zeros(4, np.int32))
     load_balance.add_counts(counts, counts)
     load_balance.move_bias(f32(4), counts, 0.1)

@@ -7,16 +7,20 @@ from checks import normal, rng, same_bytes
 
 from xtrain import ModelConfig, Transformer
 from xtrain.kernels.cross_entropy import count_targets
-from xtrain.nn.autograd import Tensor, no_grad
+from xtrain.kernels.experts.expert_gemv import MOST_ROWS
+from xtrain.kernels.runtime.invariance import batch_invariant
+from xtrain.kernels.runtime.launch import note_launches
+from xtrain.nn.autograd import Tensor, inference, no_grad
 from xtrain.nn.expert_bias import ExpertBiases
 from xtrain.nn.experts import MixtureOfExperts
 from xtrain.nn.router_losses import RouterLosses
+from xtrain.simulator import sim
 
 SHAPE = dict(vocab_size=64, dim=12, n_layers=2, n_heads=2, hidden_dim=20, max_seq_len=16)
 
 
 def config(**fields):
-    return ModelConfig(**SHAPE, **{"n_experts": 5, "experts_per_token": 2, **fields})
+    return ModelConfig(**SHAPE | {"n_experts": 5, "experts_per_token": 2} | fields)
 
 
 def batch(B=2, T=8, seed=0):
@@ -169,3 +173,28 @@ def test_the_bias_levels_the_load_and_counts_every_row_once():
         biases.move()
     assert np.mean(largest[-5:]) < 0.8 * largest[0], largest
     assert model.variation == "qk_norm with n_experts with expert_bias"
+
+
+def noted(call):
+    """-> the kernels that call() launches in the simulator; they are not run"""
+    with note_launches() as found:
+        call()
+    return {kernel.py_func.__name__ for kernel, _ in found}
+
+
+def test_few_rows_in_inference_read_their_experts_alone():
+    """More rows, rows in training and batch-invariant mode have grouped products, whose bits are the same for any rows."""
+    mixture = MixtureOfExperts(config(dim=16, hidden_dim=24))
+    mixture.arena = mixture.make_arena("sim", 0)
+    rows = lambda N: Tensor(sim(normal(1, N, 16)))
+    with inference():
+        few = noted(lambda: mixture(rows(MOST_ROWS)))
+        assert (
+            few >= {"expert_gate_up_kernel", "expert_down_kernel"}
+            and "expert_scan_kernel" not in few
+        )
+        many = noted(lambda: mixture(rows(MOST_ROWS + 1)))
+        assert "expert_scan_kernel" in many and not many & few - {"routing_kernel"}
+        with batch_invariant(True):
+            assert noted(lambda: mixture(rows(1))) >= many - few
+    assert noted(lambda: mixture(rows(1))) >= many - few

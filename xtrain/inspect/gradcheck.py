@@ -149,9 +149,9 @@ class Draw:
 
     @property
     def experts(self):
-        """Return an order of N rows with G of E experts each."""
+        """Return G of E experts for each of N rows."""
         scores_NE = np.random.default_rng(self.N).random((self.N, self.E))
-        return expert_order(np.argsort(scores_NE, 1)[:, : self.G].astype(np.int32), self.E)
+        return np.argsort(scores_NE, 1)[:, : self.G].astype(np.int32)
 
     @functools.cached_property
     def model(self):
@@ -191,7 +191,7 @@ CASES: dict[str, tuple[str | None, Callable]] = {
     "geglu": ("gu: N FF", lambda d, gu: F.geglu(gu)),
     "geglu_linear": ("gu: N FF, w: O F", lambda d, gu, w: SwiGLULinear.apply(gu, w, True)),
     "routing": ("logits: N E", lambda d, x: F.routing(x, d.G, d.causal)[1]),
-    "router_loss": ("logits: N E", lambda d, x: F.router_loss(x, d.experts.counts_E, 0.7, 0.3)),
+    "router_loss": ("logits: N E", lambda d, x: F.router_loss(x, expert_order(d.experts, d.E).counts_E, 0.7, 0.3)),
     "expert_mlp": ("x: N C, weights: N G, gate_up: EFF C, down: EC F", lambda d, x, w, gu, down: F.expert_mlp(x, w, gu, down, d.experts)),
     "silu": ("x: N F", lambda d, x: F.silu(x)),
     "cross_entropy": ("logits: N P", lambda d, x: F.cross_entropy(x, (t := d.targets(d.N, d.V)), d.V, count_targets(t))),

@@ -57,14 +57,16 @@ class MixtureOfExperts(Module):
         bias_E = None if self.bias is None else self.bias.data
         options = self.experts_per_token, self.renormalized, bias_E
         experts_NK, weights_NK = F.routing(logits_NE, *options)
-        order = expert_order(experts_NK.data, self.n_experts)
+        order = None
         losses = router_losses()
         if losses is not None:
+            order = expert_order(experts_NK.data, self.n_experts)
             losses.counts.append(order.counts_E)
             if losses.has_terms():
                 term = F.router_loss(logits_NE, order.counts_E, losses.balance, losses.z)
                 losses.terms.append(term)
-        return F.expert_mlp(x_NC, weights_NK, self.gate_up, self.down, order)
+        matrices = self.gate_up, self.down
+        return F.expert_mlp(x_NC, weights_NK, *matrices, experts_NK.data, order)
 
     def logits(self, x_NC: Tensor) -> Tensor:
         """Return the logits of the router (N, E), in float32: they decide the experts."""

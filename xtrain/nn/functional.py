@@ -217,17 +217,23 @@ def router_loss(logits_NE: Tensor, counts_E: Array, balance: float, z: float) ->
 
 
 def expert_mlp(
-    x_NC: Tensor, weights_NK: Tensor, gate_up_RC: Tensor, down_RF: Tensor, order: ExpertOrder
+    x_NC: Tensor,
+    weights_NK: Tensor,
+    gate_up_RC: Tensor,
+    down_RF: Tensor,
+    experts_NK: Array,
+    order: ExpertOrder | None = None,
 ) -> Tensor:
     """Return the sum over the K experts of each row of weight down(swiglu(gate_up x)): (N, C).
 
     x (N, C). See kernels/experts/grouped_product.py.
 
-    weights: (N, K) float32, of routing.
+    experts, weights: (N, K) int32 and float32, of routing.
     gate_up: (E 2F, C), of each expert first F rows of gate. down: (E C, F). Both in the dtype of x.
-    order: kernels/experts/expert_order.py of the experts.
+    order: kernels/experts/expert_order.py of the experts; None: it is computed here if necessary.
+        In inference few rows need none (kernels/experts/expert_gemv.py).
     """
-    return ExpertMLP.apply(x_NC, weights_NK, gate_up_RC, down_RF, order)
+    return ExpertMLP.apply(x_NC, weights_NK, gate_up_RC, down_RF, experts_NK, order)
 
 
 def silu(x: Tensor) -> Tensor:
