@@ -175,6 +175,7 @@ def their_model(model):
     """Return a model of transformers that shares the weights' memory."""
     import torch
     import transformers
+    from torch_model import as_torch
 
     config = transformers.LlamaConfig(**config_to_hf(model.config))
     config.attn_implementation = "sdpa"
@@ -182,12 +183,7 @@ def their_model(model):
         theirs = transformers.LlamaForCausalLM(config)
     state = {}
     for name, p in model.named_parameters():
-        data = p.data.view(cp.int16) if p.dtype.itemsize == 2 else p.data
-        tensor = torch.from_dlpack(data)
-        if p.dtype.itemsize == 2:
-            state[name] = tensor.view(torch.bfloat16)
-        else:
-            state[name] = tensor.bfloat16()
+        state[name] = as_torch(p.data).bfloat16()
     theirs.load_state_dict(state, assign=True)
     rotary = type(theirs.model.rotary_emb)(config=config).to("cuda")
     theirs.model.rotary_emb = rotary
