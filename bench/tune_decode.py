@@ -57,18 +57,18 @@ BATCHES = {"many": 32, "residual": 32, "row_tiles": 32}  # of a stage; 1 otherwi
 # of the largest logit: two orders of addition are about 0.1 apart in bf16, a wrong kernel 1 and
 # more
 ALLOWED = 0.2
-# Product(warps, chunks, blocks, stage), Attention(warps, blocks, keys, splits, prefetched, queue)
+# Product(warps, chunks, blocks, stage), Attention(warps, blocks, keys, splits, prefetched)
 ALTERNATIVES = {
     "qkv": [Product(8, 8, 2), Product(4, 8, 3), Product(16, 4, 1), Product(4, 4, 4)],
     "o": [Product(8, 8, 2, True), Product(16, 4, 1), Product(16, 4, 1, False), Product(4, 8, 4)],
     "gate_up": [Product(8, 4, 1), Product(4, 4, 2), Product(4, 3, 4), Product(8, 3, 2)],
     "down": [Product(16, 11, 1), Product(16, 5, 1), Product(8, 11, 1), Product(16, 3, 1)],
     "head": [Product(2, 4, 8), Product(8, 4, 2), Product(4, 8, 2), Product(4, 4, 3)],
-    "few": [Attention(12, 1, 192, 32, 128, False), Attention(8, 2, 256, 32, 512, True)],
+    "few": [Attention(12, 1, 192, 32, 128), Attention(8, 2, 256, 32, 512)],
     "many": [
-        Attention(4, 4, 256, 32, 128, True),
-        Attention(4, 4, 512, 32, 128, True),
-        Attention(8, 2, 1024, 32, 128, True),
+        Attention(4, 4, 256, 32, 128),
+        Attention(4, 4, 512, 32, 128),
+        Attention(8, 2, 1024, 32, 128),
     ],
     "residual": [(0, 4), (264, 8)],
     "row_tiles": [1],

@@ -520,7 +520,7 @@ def test_keys_that_are_used_before_they_are_written():
         m_s = cuda.shared.array(32, float32)
         l_s = cuda.shared.array(32, float32)
         weight_s = cuda.shared.array(256, float32)
-        shared = Shared(q_s, acc_s, m_s, l_s, weight_s, last=m_s, next=m_s)
+        shared = Shared(q_s, acc_s, m_s, l_s, weight_s, last=m_s)
         cache = Cache(k, v, scales=cos)
         inputs = Inputs(qkv, cos, cos, cos, sin, float32(0.0))
         new_heads(q_s, cache, inputs, Places(0, 32, 48, 0), 0, 0, True)

@@ -30,11 +30,9 @@ are, nor on S. A launch of few rows uses more warps per block and shorter splits
 (choose), which changes the order of additions. In batch-invariant mode exact_decode_attention.py
 adds in the order of training instead, where it fits (fits_exactly). The host knows only the largest
 possible number of splits, and starting a block that has nothing to do costs a microsecond. So there
-are as many blocks as the GPU runs at a time. Each counts the splits of all rows (count_items), takes
-the item of its own number, one split of one key head, and then the next that no block has taken: an
-atomic counter gives it, so rows of different lengths keep all blocks busy to the end. For every item
-a block computes its queries from qkv, which costs less than another kernel. The block of the last
-keys appends the new key and
+are as many blocks as the GPU runs at a time. Each counts the splits of all rows (count_items), and
+takes items i, i + grid, ...: one split of one key head. For every item a block computes its queries
+from qkv, which costs less than another kernel. The block of the last keys appends the new key and
 value, then reads them back from the cache like all others. Keys and values of earlier tokens were
 written long before: while the GEMM that produces qkv still runs, a block prefetches the first ones.
 Finding them takes two dependent reads, the length and an entry of the table, so the blocks prefetch
@@ -117,7 +115,6 @@ class Config:
     keys: int  # of a split, about
     splits: int  # of a row, at most
     prefetched: int  # keys of a split that a block prefetches before it loads the queries
-    queue: bool = True  # a block may have several items: it takes the further ones from a counter
 
 
 def choose(D: int, group: int, half: bool, key_heads: int) -> Config:
@@ -132,12 +129,12 @@ def choose(D: int, group: int, half: bool, key_heads: int) -> Config:
     heads = heads_of(half, group)
     if key_heads <= FEW_HEADS and min(heads, group) * D <= 512:
         splits = min(parts.MAX_SPLITS, MULTIPROCESSORS // key_heads)  # no block has two items
-        return Config(12 if half else 8, 1, parts.FEW_CHUNK, splits, 512, queue=False)
+        return Config(12 if half else 8, 1, parts.FEW_CHUNK, splits, prefetched=512)
     blocks = 2
     if heads * D <= 1024:
         blocks = 4 if heads * D <= 512 else 3
     keys = parts.CHUNK if key_heads <= MANY_HEADS else 4 * parts.CHUNK
-    return Config(4, blocks, keys, parts.MAX_SPLITS, 128, queue=True)
+    return Config(4, blocks, keys, parts.MAX_SPLITS, prefetched=128)
 
 
 # ----------------------------------------------------------------------------- reference
@@ -255,7 +252,6 @@ def make_decode_kernel(
     CHUNKS = -(-GROUP // HEADS)
     WARPS = config.warps
     THREADS = 32 * WARPS
-    QUEUE = config.queue
     QUERIES = HEADS * D
     SIZE = WARPS * LIVE * D
     ROWS = WARPS * LIVE
@@ -276,27 +272,15 @@ def make_decode_kernel(
     combine = make_combine(D, LIVE, WARPS)
 
     @device
-    def take_item(next_s, turn, counters, queue, end):
-        """Let thread 0 write the number of the block's next item to next_s[turn]."""
-        if cuda.threadIdx.x == 0:
-            taken = cuda.atomic.add(counters, queue, 1)
-            if taken == end - 1:  # the last of all: zeros for the next launch
-                cuda.atomic.exch(counters, queue, 0)
-            next_s[turn] = int32(cuda.gridDim.x) + taken
-
-    @device
     def attend_items(o, partials, cache, inputs, batch, shared, schedule, splits, scale):
         G = batch.G
         blocks = int64(cuda.gridDim.x)
-        turn = int64(0)
         begin = int64(cuda.blockIdx.x)
         end = int64(schedule.first[batch.B]) * G
         if early and begin >= end:
             wait_for_previous()
         number = begin
-        while number < end:
-            if QUEUE:
-                take_item(shared.next, turn, partials.counters, int64(batch.B) * G * CHUNKS, end)
+        while number < end:  # a range would divide by the number of blocks
             item = place_of(number, schedule, batch)
             b = item.b
             g = item.g
@@ -313,10 +297,6 @@ def make_decode_kernel(
             if t < 0:
                 for j in range(cuda.threadIdx.x, GROUP * D, THREADS):
                     store1(o, out + j, float32(0.0))
-                if QUEUE:
-                    cuda.syncthreads()  # its number
-                    number = int64(shared.next[turn])
-                    turn = 1 - turn
                 continue
             x = b * (G * GROUP + 2 * G) * D  # the token's query heads, then its keys, its values
             places = Places(
@@ -338,9 +318,6 @@ def make_decode_kernel(
                 to = out + h0 * D
                 count = GROUP - h0
                 combine(o, to, count, shared, partials, index, item.split, splits, item.splits)
-            if QUEUE:
-                number = int64(shared.next[turn])
-                turn = 1 - turn
 
     @kernel(THREADS, config.blocks if half else 0)  # in float32 registers would spill
     def decode_attention_kernel(
@@ -368,11 +345,11 @@ def make_decode_kernel(
         eps,
         scale,
     ):
-        """Compute item p with block p of any number, and then further ones. All arrays flat.
+        """Compute items p, p + grid, ... with block p of any number. All arrays flat.
 
         B: rows, at most MOST_ROWS.
         partial, m_partial, l_partial: acc, m, l of (B, G, CHUNKS, splits).
-        counters: (B G CHUNKS), and that of the items; zeros before and after.
+        counters: (B G CHUNKS), zeros before and after.
         """
         # Numba aligns a shared array to its element size; these two are read 16 bytes at a time
         q_s = cuda.shared.array(QUERIES, element, alignment=16)
@@ -384,12 +361,11 @@ def make_decode_kernel(
         t_s = cuda.shared.array(STARTS, int32)
         sums_s = cuda.shared.array(WARPS, int32)
         last_s = cuda.shared.array(1, int32)
-        next_s = cuda.shared.array(2, int32)  # numbers of items, by turns
         partials = Partials(partial, m_partial, l_partial, counters)
         cache = Cache(k, v, scales)
         inputs = Inputs(qkv, q_w_D, k_w_D, cos, sin, eps)
         batch = Batch(tables, previous_B, B, G, M, R)
-        shared = Shared(q_s, acc_s, m_s, l_s, weight_s, last_s, next_s)
+        shared = Shared(q_s, acc_s, m_s, l_s, weight_s, last_s)
         schedule = Schedule(first_s, t_s)
         if overlap:
             let_next_start()
@@ -484,7 +460,7 @@ def decode_attention(
         arrays = (
             o_BC[rows].reshape(-1),
             *partials,
-            zero_counters(qkv_BP, count + 1, "decode_attention"),
+            zero_counters(qkv_BP, count, "decode_attention"),
             *cache,
             qkv_BP[rows].reshape(-1),
             lengths_B[rows],

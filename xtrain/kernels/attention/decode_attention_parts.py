@@ -74,7 +74,6 @@ class Shared(NamedTuple):
     total: Array
     weights: Array  # of keys or of splits
     last: Array  # one int32, for arrive_last
-    next: Array  # numbers of items, by turns
 
 
 class Partials(NamedTuple):
