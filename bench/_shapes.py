@@ -42,3 +42,14 @@ SMOLLM2 = dict(  # SmolLM2-135M
     qk_norm=False,
     tie_embeddings=True,
 )
+MIXTURE = dict(  # 16 experts of 0.1 B over all layers, 2 of a token
+    vocab_size=32000,
+    dim=1024,
+    n_layers=16,
+    n_heads=16,
+    hidden_dim=2048,
+    n_experts=16,
+    experts_per_token=2,
+)
+# a dense model with the FLOPs of the two active experts
+DENSE_AS_MIXTURE = MIXTURE | dict(hidden_dim=4096, n_experts=0, experts_per_token=0)

@@ -2,7 +2,7 @@
 
     python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64]
                                  [--weights full int8 fp8] [--peers plain compile]
-                                 [--kv-cache full fp8] [--profile] [--model 1.1B 8B 0.6B 135M]
+                                 [--kv-cache full fp8] [--profile] [--model 1.1B 8B 0.6B 135M 16x0.1B]
 
 A Llama of 1.1 B parameters (dim 2048, 22 layers, 32 heads of 64, 4 key heads, hidden 5632,
 vocabulary 32000), bf16, random weights created on the device. `batch` prompts of `context` random
@@ -15,7 +15,9 @@ tokens are submitted at once; every sequence gets `new` greedy tokens.
                    keys and values so far, on average those of context + new / 2 tokens; the
                    bandwidth is that of a device-to-device copy of 1 GB, read plus written
 
---model 8B, 0.6B and 135M: the shapes of Qwen3-8B, Qwen3-0.6B and SmolLM2-135M.
+--model 8B, 0.6B and 135M: the shapes of Qwen3-8B, Qwen3-0.6B and SmolLM2-135M. 16x0.1B: a mixture of
+experts; the bytes are those of the experts that a step reads, on average if every choice is equally
+likely.
 
 --kv-cache fp8: keys and values in codes. The speed of `full` in the same run, with the same
 weights, is the one to compare with. These records are in bench/results/bench_kv_codes.jsonl.
@@ -38,7 +40,7 @@ from typing import Literal
 import cupy as cp
 import numpy as np
 import tyro
-from _shapes import QWEN3_06B, QWEN3_8B, SMOLLM2, TINYLLAMA
+from _shapes import MIXTURE, QWEN3_06B, QWEN3_8B, SMOLLM2, TINYLLAMA
 from _timing import copy_bandwidth, gpu_ms, record
 
 import xtrain
@@ -55,6 +57,7 @@ SHAPES = {
     "8B": ("Qwen3-8B", QWEN3_8B | {"max_seq_len": 20480}),
     "0.6B": ("Qwen3-0.6B", QWEN3_06B | {"max_seq_len": 8192}),
     "135M": ("SmolLM2-135M", SMOLLM2 | {"max_seq_len": 8192}),
+    "16x0.1B": ("16 x 0.1 B", MIXTURE | {"max_seq_len": 8192}),
 }
 
 
@@ -70,7 +73,9 @@ class Options:
     kv_cache: list[Literal["full", "fp8"]] = field(default_factory=lambda: ["full"])
     profile: bool = False  # print which kernels a decoding step consists of
     layers: int | None = None  # fewer than the model has: for a quick look
-    model: list[Literal["1.1B", "8B", "0.6B", "135M"]] = field(default_factory=lambda: ["1.1B"])
+    model: list[Literal["1.1B", "8B", "0.6B", "135M", "16x0.1B"]] = field(
+        default_factory=lambda: ["1.1B"]
+    )
 
 
 # ----------------------------------------------------------------------------- ours
@@ -158,6 +163,10 @@ def step_bytes(model, B, T, new, kv_cache="full"):
         table = model.model.embed_tokens.weight.data.nbytes
     codes = sum(p.quantized.nbytes for _, p in linear_weights(model) if p.quantized is not None)
     weights = model.arena.half.nbytes + codes - table
+    if c.n_experts:
+        idle = (1 - c.experts_per_token / c.n_experts) ** B  # probability that none reads an expert
+        experts = (p for name, p in model.named_parameters() if "experts." in name)
+        weights -= round(idle * sum(p.data.nbytes for p in experts))
     return weights, 2 * c.n_layers * c.n_kv_heads * head_bytes * B * (T + new / 2)
 
 

@@ -5,6 +5,7 @@
 
     bf16 and fp8:    --models gpt124m qwen3-0.6b --precision bf16 fp8 [--fp8-head]
     old attention:   --models gpt124m --precision bf16 --against none --no-wgmma
+    experts:         --models 16x0.1b 16x0.1b-dense --precision bf16
     invariant mode:  --models gpt124m --precision bf16 --against none --batch-invariant
 
 xtrain and PyTorch run one after the other in one process, from the same weights and on the same
@@ -13,6 +14,10 @@ up during these steps. At the full rate from the start, the loss of dim768 goes 
 which two roundings of the same mathematics differ by 0.1.) Tokens per second are batch * T / median
 step time; the GPU is synchronized after each step.
 Peak memory is what each library's allocator reserved on the card.
+
+A mixture of experts is compared with transformers' model in bf16 (its grouped products have no other
+dtype), compiled, with `experts_implementation="grouped_mm"`; without a loss that balances experts, as
+here. `16x0.1b-dense` is a dense model with the FLOPs of the active experts.
 
 The peer: in fp32 eager PyTorch without TF32; in bf16, also for fp8, the fastest of torch.compile's
 modes, with autocast, fused AdamW, and the vocabulary padded as in xtrain. Where Liger-Kernel is
@@ -32,7 +37,7 @@ from typing import Literal
 import cupy as cp
 import numpy as np
 import tyro
-from _shapes import QWEN3_06B, TINYLLAMA
+from _shapes import DENSE_AS_MIXTURE, MIXTURE, QWEN3_06B, TINYLLAMA
 from _timing import record
 
 import xtrain
@@ -51,6 +56,8 @@ SHAPES = {  # of models that are no presets: config, batch, T
     ),
     "qwen3-0.6b": (QWEN3_06B, 4, 2048),
     "tinyllama-1.1b": (TINYLLAMA, 4, 2048),
+    "16x0.1b": (MIXTURE, 16, 1024),
+    "16x0.1b-dense": (DENSE_AS_MIXTURE, 16, 1024),
 }
 LR = 3e-4
 BETAS = (0.9, 0.95)
@@ -132,12 +139,15 @@ def torch_step(config, T, ours, precision, mode, liger=False, recipe=None, head=
     recipe: of float8, None: bf16; head: too
     """
     import torch
-    from torch_model import LigerOps, Model, load_weights, to_float8
+    from torch_model import LigerOps, Mixture, Model, load_weights, to_float8
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    ops = LigerOps() if liger else None
-    model = Model(config, T, precision == "bf16", ops).cuda()
-    load_weights(model, ours)
+    if config.n_experts:
+        model = Mixture(ours)
+    else:
+        ops = LigerOps() if liger else None
+        model = Model(config, T, precision == "bf16", ops).cuda()
+        load_weights(model, ours)
     if recipe:
         to_float8(model, recipe, head)
     groups = [[p for p in model.parameters() if (p.ndim > 1) is matrix] for matrix in (True, False)]
@@ -178,7 +188,7 @@ def torch_best(config, B, T, ours, precision, modes, data, synchronize, head=Fal
     others = {}
     dtype = "fp32" if precision == "fp32" else "bf16"
     variants = [(mode, False, None) for mode in ([None] if dtype == "fp32" else modes)]
-    if HAS_LIGER:
+    if HAS_LIGER and not config.n_experts:
         compiled = [(mode, True, None) for mode in modes[:1] if dtype == "bf16"]
         variants += [(None, True, None), *compiled]
     if precision == "fp8" and HAS_FLOAT8:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from xtrain import ModelConfig
+from xtrain.formats.huggingface import config_to_hf
 from xtrain.kernels.rope import rope_tables
 
 
@@ -170,3 +171,32 @@ def load_weights(model: Model, ours) -> None:
     with torch.no_grad():
         for name, tensor in ours.named_parameters():
             theirs[name][: tensor.shape[0]].copy_(torch.from_numpy(tensor.numpy()))
+
+
+class Mixture(nn.Module):
+    """transformers' model of a mixture of experts, in bf16, with grouped products.
+
+    ours: the model whose weights it gets.
+    """
+
+    def __init__(self, ours):
+        super().__init__()
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        content = config_to_hf(ours.config) | {"dtype": "bfloat16"}
+        config = AutoConfig.for_model(content.pop("model_type"), **content)
+        options = dict(attn_implementation="sdpa", experts_implementation="grouped_mm")
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options)
+        self.model.to("cuda")
+        state = self.model.state_dict()
+        for name, p in ours.named_parameters():
+            if "experts." not in name:
+                state[name].copy_(torch.from_dlpack(p.data))
+        for i, layer in enumerate(ours.model.layers):
+            for theirs, p in (("gate_up_proj", layer.mlp.gate_up), ("down_proj", layer.mlp.down)):
+                to = state[f"model.layers.{i}.mlp.experts.{theirs}"]
+                to.copy_(torch.from_dlpack(p.data).view(to.shape))
+
+    def forward(self, ids_BT, targets_BT):
+        logits_NV = self.model(input_ids=ids_BT, use_cache=False).logits.flatten(0, 1)
+        return F.cross_entropy(logits_NV.float(), targets_BT.flatten())

@@ -423,16 +423,16 @@ for name in ("copy_naive", "copy_four", "linear_tiled_16", "linear_registers"):
 
 # %%
 from xtrain.kernels import embedding
-from xtrain.kernels.attention import flash_attention_hopper_parts as parts
+from xtrain.kernels.primitives import hopper_tiles
 
-lesson.source(parts.registers)
+lesson.source(hopper_tiles.registers)
 lesson.source(embedding.make_split_kernel)
 
 # %% [markdown]
 # Do its numbers fit? Three warpgroups compute, one copies, each of 128 threads, one block per multiprocessor:
 
 # %%
-few, many = parts.registers(3, 1)
+few, many = hopper_tiles.registers(3, 1)
 print(f"registers: {few} and {many}; together {128 * few + 3 * 128 * many:,} of 65,536")
 
 # %% [markdown]

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from xtrain import ModelConfig, TrainConfig, UserError
-from xtrain.config import MOST, PRESETS, ROPE_SCALINGS, resolve
+from xtrain.config import MOST, PRESETS, resolve
 from xtrain.nn.optim import learning_rate
+from xtrain.rope_scalings import ROPE_SCALINGS
 from xtrain.run_options import LONGEST_WATCHDOG
 
 LLAMA3 = dict(
@@ -88,6 +89,15 @@ def test_yes_or_no(name, bad):
         (dict(head_dim=7), "head_dim 7 is odd: RoPE rotates pairs, give an even head_dim"),
         (dict(dim=12), "head_dim 3 is odd"),
         (dict(head_dim=258), "head_dim 258 is larger than 256"),
+        (dict(n_experts=4), "experts_per_token must be a positive whole number, got 0"),
+        (dict(n_experts=4, experts_per_token=5), "experts_per_token 5 is larger than n_experts 4"),
+        (dict(n_experts=1 << 11, experts_per_token=5), "n_experts must be at most 1024"),
+        (dict(experts_per_token=2), "experts_per_token is given, but no n_experts"),
+        (dict(dense_layers=(0,)), "dense_layers is given, but no n_experts"),
+        (dict(n_experts=4, experts_per_token=1, dense_layers=(0, 1)), "dense_layers names every layer"),
+        (dict(n_experts=4, experts_per_token=1, dense_layers=(2,)), "names a layer beyond the 2: [2]"),
+        (dict(n_experts=4, experts_per_token=1, gelu=True), "gelu is not supported with n_experts"),
+        (dict(qk_norm=False, joint_qk_norm=True), "joint_qk_norm is given, but no qk_norm"),
         (dict(rope_scaling=2.0), "rope_scaling must be a dict or None, got 2.0"),
         (dict(rope_scaling=dict(rope_type=[])), "rope_scaling type [] is not supported"),
         (dict(rope_scaling=dict(type="longrope", factor=2)), "rope_scaling type 'longrope' is not supported: choose one of"),
@@ -128,13 +138,33 @@ def test_from_dict_names_unknown_and_missing_fields():
     good = model().to_dict()
     with pytest.raises(
         UserError,
-        match=r"unknown model config depth, n_head: the fields are dim, full_attention_layers, gelu",
+        match=r"unknown model config depth, n_head: the fields are dense_layers, dim, expert_bias",
     ):
         ModelConfig.from_dict(good | dict(n_head=3, depth=1))
     with pytest.raises(UserError, match=r"^the model config lacks dim, vocab_size$"):
         ModelConfig.from_dict(dict(n_layers=2, n_heads=2))
     with pytest.raises(UserError, match="n_layers must be a positive whole number, got 0"):
         ModelConfig.from_dict(good | dict(n_layers=0))
+
+
+def test_families_of_experts():
+    experts = dict(n_experts=4, experts_per_token=2)
+    for name, changes in {
+        "Qwen3Moe": dict(renormalized_experts=False, dense_layers=(1,), sliding_window=5),
+        "Mixtral": dict(qk_norm=False, sliding_window=5),
+        "Olmoe": dict(joint_qk_norm=True, renormalized_experts=False),
+    }.items():
+        assert model(**experts, **changes).family == name
+    for changes in (
+        dict(sliding_window=5, full_attention_layers=(0,)),
+        dict(qk_norm=False, renormalized_experts=False),
+        dict(qk_norm=False, dense_layers=(0,)),
+        dict(joint_qk_norm=True, sliding_window=5),
+        dict(joint_qk_norm=True, head_dim=16),
+        dict(qkv_bias=True),
+    ):
+        assert model(**experts, **changes).family == ""
+    assert model(**experts).expert_hidden_dim == 128 and model().family == "Qwen3"
 
 
 # ----------------------------------------------------------------------------- a run
@@ -145,6 +175,8 @@ WRONG = [
     *((dict([(f"{name}_every", -1)]), f"--{name}-every must be positive, or 0 for never, got -1")
       for name in ("eval", "sample", "save")),
     (dict(max_skips=0), "--max-skips must be positive, got 0"),
+    *((dict([(name, -0.1)]), f"--{name.replace('_', '-')} must be a number and not negative, got -0.1") for name in ("balance_loss", "router_z_loss")),
+    (dict(experts=0), "--experts must be positive, got 0"),
     *((dict([(name, 10**20)]), f"--{name.replace('_', '-')} must be at most 2147483647, got 1000")
       for name in ("steps", "batch", "eval_batches", "max_skips")),
     *((dict([(name, most + 1)]), f"--{name.replace('_', '-')} must be at most {most}, got {most + 1}")

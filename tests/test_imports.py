@@ -10,11 +10,11 @@ PACKAGE = Path(__file__).resolve().parents[1] / "xtrain"
 # From top to bottom. A name ending in / is a room with everything below it that has no line of its own.
 ORDER = [
     "commands", "torch/", "inspect/", "report/", "evaluation/", "server/", "reinforcement/", "serving/", "tuning/", "parallel/", "training/", "nn/", "formats/", "data/",
-    "kernels/attention/", "kernels/decoding/", "kernels/", "kernels/primitives/", "kernels/runtime/", "ground", "simulator/",
+    "kernels/experts/", "kernels/attention/", "kernels/decoding/", "kernels/", "kernels/primitives/", "kernels/runtime/", "ground", "simulator/",
 ]  # fmt: skip
 GROUND = {
     "config.py", "device.py", "family.py", "cli.py", "console.py", "files.py", "json_files.py", "machine.py", "blas.py", "errors.py",
-    "version.py", "options.py", "option_fields.py", "option_files.py", "option_help.py", "option_words.py", "run_options.py",
+    "version.py", "options.py", "option_fields.py", "option_files.py", "option_help.py", "option_words.py", "run_options.py", "rope_scalings.py",
 }  # fmt: skip
 ENTRANCES = {"__init__.py", "report/__main__.py"}  # the public API, and a command inside a room
 

@@ -53,6 +53,7 @@ def train_options(line):
         ("--torch-dtype float32 --grad-clip 0.5 --warmup-steps 1e1", dict(precision="fp32", clip=0.5, warmup=10)),
         ("--n-layer 3 --n-head 2 --n-embd 64", dict(layers=3, heads=2, dim=64)),
         ("--num-hidden-layers 3 --hidden-size 64 --intermediate-size 96", dict(layers=3, dim=64, hidden_dim=96)),
+        ("--num-local-experts 8 --num-experts-per-tok 2 --moe-intermediate-size 32 --router-aux-loss-coef 0.1", dict(experts=8, experts_per_token=2, expert_hidden_dim=32, balance_loss=0.1)),
         ("--dataset x.txt --save-steps 5 --eval-interval 6 --wd 0", dict(data="x.txt", save_every=5, eval_every=6, weight_decay=0.0)),
         ("--LR 0.5 --no-graph --seed 3", dict(lr=0.5, graph=False, seed=3)),
         ("--init-from folder --gradient-checkpointing true", dict(init="folder", recompute="block")),

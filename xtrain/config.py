@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from . import family
+from .rope_scalings import LARGEST, check_rope_scaling, is_positive, rope_type
 from .run_options import (
     MAX_COUNT,
+    ExpertOptions,
     OptimizerOptions,
     ParallelOptions,
     RowOptions,
@@ -23,14 +25,6 @@ from .run_options import (
     option_name,
 )
 
-# Parameters of each type of RoPE scaling (names and meaning as in Hugging Face configs).
-ROPE_SCALINGS = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"),
-}  # fmt: skip
 GEMMA = (
     "sandwich_norms",
     "gelu",
@@ -40,9 +34,12 @@ GEMMA = (
 )
 FEATURES = (
     "qk_norm",
+    "joint_qk_norm",
     "qkv_bias",
     "no_rope_layers",
     *GEMMA,
+    "n_experts",
+    "expert_bias",
     "sliding_window",
 )  # of ModelConfig, in which families of models differ
 FAMILIES = {
@@ -51,6 +48,9 @@ FAMILIES = {
     "Qwen2": "qkv_bias",
     "SmolLM3": "no_rope_layers",
     "Gemma3": " with ".join(("qk_norm", *GEMMA)),
+    "Qwen3Moe": "qk_norm with n_experts",
+    "Olmoe": "qk_norm with joint_qk_norm with n_experts",
+    "Mixtral": "n_experts",
 }
 # Fields of ModelConfig on which the shapes of tensors depend.
 SHAPES = (
@@ -62,9 +62,14 @@ SHAPES = (
     "head_dim",
     "hidden_dim",
     "qk_norm",
+    "joint_qk_norm",
     "qkv_bias",
     "tie_embeddings",
     "sandwich_norms",
+    "n_experts",
+    "expert_hidden_dim",
+    "dense_layers",
+    "expert_bias",
 )
 # Larger sizes are damage or a mistake: they would fill the memory before they are found to be wrong.
 MOST = {
@@ -75,18 +80,22 @@ MOST = {
     "n_heads": 1 << 12,
     "n_kv_heads": 1 << 12,
     "max_seq_len": 1 << 24,
+    "n_experts": 1 << 10,
+    "expert_hidden_dim": 1 << 20,
 }
 MOST_TOKENS = 1 << 24  # of one forward pass
-LARGEST = 1e30  # limit of every number in a model's config, below the float32 maximum
 # the vocabulary is padded to a multiple in memory: an odd width makes the head's GEMM 5 times
 # slower
 VOCAB_MULTIPLE = 128
 SHAPE_OPTIONS = {  # of a command -> the field of ModelConfig
     "dim": "dim", "layers": "n_layers", "heads": "n_heads", "kv_heads": "n_kv_heads", "head_dim": "head_dim",
     "hidden_dim": "hidden_dim", "qk_norm": "qk_norm", "tie_embeddings": "tie_embeddings",
+    "experts": "n_experts", "experts_per_token": "experts_per_token",
+    "expert_hidden_dim": "expert_hidden_dim", "expert_bias": "expert_bias",
 }  # fmt: skip
 LENGTHS = {"vocab_size": "vocab_size", "seq_len": "max_seq_len"}  # the same of other options
-SIZE_OPTIONS = [name for name in SHAPE_OPTIONS if name not in ("qk_norm", "tie_embeddings")]
+FLAGS = ("qk_norm", "tie_embeddings", "expert_bias")  # of SHAPE_OPTIONS; the others are sizes
+SIZE_OPTIONS = [name for name in SHAPE_OPTIONS if name not in FLAGS]
 DERIVED: Any = None  # default of a field that __post_init__ computes from the others
 
 
@@ -120,6 +129,16 @@ class ModelConfig:
     scaled_embedding: bool = False  # times sqrt(dim) (Gemma)
     query_pre_attn_scalar: float = 0.0  # scores are divided by its root; 0: by that of head_dim
     local_rope_theta: float = 0.0  # rope_theta of layers with a window, unscaled; 0: as the others
+    # E, experts of a layer, each an MLP, in the place of its MLP; 0: none (Mixtral, Qwen3-MoE)
+    n_experts: int = 0
+    experts_per_token: int = 0  # K, those of largest probability
+    expert_hidden_dim: int = 0  # F, width of one expert; 0: hidden_dim
+    # the K probabilities are divided by their sum (Mixtral; norm_topk_prob of Qwen3-MoE and OLMoE)
+    renormalized_experts: bool = True
+    dense_layers: tuple[int, ...] = ()  # that keep their MLP
+    # a bias is added to the probabilities when experts are chosen; training levels the load with it
+    expert_bias: bool = False
+    joint_qk_norm: bool = False  # each of the QK-norms is over all heads at once (OLMoE)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "n_layers", "n_heads", "max_seq_len"):
@@ -153,23 +172,22 @@ class ModelConfig:
         )
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
-            ok = (
-                isinstance(value, (int, float))
-                and not isinstance(value, bool)
-                and 0 < value < LARGEST
-            )
-            need(ok, f"{name} must be a positive number, got {value!r}")
+            need(is_positive(value), f"{name} must be a positive number, got {value!r}")
         for name in ("query_pre_attn_scalar", "local_rope_theta"):
             value = getattr(self, name)
             ok = type(value) in (int, float) and 0 <= value < LARGEST
             need(ok, f"{name} must be a positive number, or 0, got {value!r}")
-        flags = ("qk_norm", "qkv_bias", "tie_embeddings")
-        for name in (*flags, "sandwich_norms", "gelu", "scaled_embedding"):
-            need(
-                isinstance(getattr(self, name), bool),
-                f"{name} must be true or false, got {getattr(self, name)!r}",
-            )
-        for name in ("no_rope_layers", "full_attention_layers"):
+        flags = ("qk_norm", "qkv_bias", "tie_embeddings", "sandwich_norms", "gelu")
+        for name in (
+            *flags,
+            "scaled_embedding",
+            "joint_qk_norm",
+            "renormalized_experts",
+            "expert_bias",
+        ):
+            value = getattr(self, name)
+            need(isinstance(value, bool), f"{name} must be true or false, got {value!r}")
+        for name in ("no_rope_layers", "full_attention_layers", "dense_layers"):
             layers = getattr(self, name)
             ok = isinstance(layers, (tuple, list)) and all(type(i) is int for i in layers)
             need(ok, f"{name} must be numbers of layers, got {layers!r}")
@@ -184,7 +202,33 @@ class ModelConfig:
             self.sliding_window > 0 or not self.full_attention_layers,
             "full_attention_layers are given, but no sliding_window that the other layers have",
         )
-        self._check_rope_scaling()
+        need(
+            self.qk_norm or not self.joint_qk_norm,
+            "joint_qk_norm is given, but no qk_norm: set qk_norm, too",
+        )
+        if self.rope_scaling is not None:
+            check_rope_scaling(self.rope_scaling)
+        self._check_experts()
+
+    def _check_experts(self):
+        if self.n_experts == 0:
+            for name in ("experts_per_token", "expert_hidden_dim", "dense_layers", "expert_bias"):
+                need(not getattr(self, name), f"{name} is given, but no n_experts: give both")
+            return
+        if self.expert_hidden_dim == 0:
+            object.__setattr__(self, "expert_hidden_dim", self.hidden_dim)
+        for name in ("n_experts", "experts_per_token", "expert_hidden_dim"):
+            self._positive_int(name)
+        need(
+            self.experts_per_token <= self.n_experts,
+            f"experts_per_token {self.experts_per_token} is larger than n_experts "
+            f"{self.n_experts}: give at most as many",
+        )
+        need(
+            len(self.dense_layers) < self.n_layers,
+            "dense_layers names every layer, so that none has experts: set n_experts to 0",
+        )
+        need(not self.gelu, "gelu is not supported with n_experts: experts have SwiGLU")
 
     def _positive_int(self, name):
         value = getattr(self, name)
@@ -193,34 +237,6 @@ class ModelConfig:
         object.__setattr__(self, name, int(value))  # also of NumPy
         most = MOST.get(name, MAX_COUNT)
         need(value <= most, f"{name} must be at most {most}, got {value}")
-
-    def _check_rope_scaling(self):
-        scaling = self.rope_scaling
-        if scaling is None:
-            return
-        need(isinstance(scaling, dict), f"rope_scaling must be a dict or None, got {scaling!r}")
-        kind = self.rope_type
-        kinds = ", ".join(ROPE_SCALINGS)
-        need(
-            kind in list(ROPE_SCALINGS),  # `in` a list, because an invalid kind may not be hashable
-            f"rope_scaling type {kind!r} is not supported: choose one of {kinds}",
-        )
-        for key in ROPE_SCALINGS[kind]:
-            value = scaling.get(key)
-            ok = (
-                isinstance(value, (int, float))
-                and not isinstance(value, bool)
-                and 0 < value < LARGEST
-            )
-            need(ok, f"rope_scaling {kind!r} needs a positive number for {key!r}, got {value!r}")
-        need(
-            kind != "llama3" or scaling["high_freq_factor"] > scaling["low_freq_factor"],
-            "rope_scaling 'llama3': high_freq_factor must be larger than low_freq_factor",
-        )
-        need(
-            kind != "yarn" or scaling["beta_fast"] > scaling["beta_slow"],
-            "rope_scaling 'yarn': beta_fast must be larger than beta_slow",
-        )
 
     @property
     def family(self) -> str:
@@ -235,7 +251,24 @@ class ModelConfig:
             if self.full_attention_layers:
                 return ""
             return "Mistral"
+        if self.n_experts and not self._is_mixture(family):
+            return ""
         return family
+
+    def _is_mixture(self, family):
+        """Return True if the family's class of transformers can express the mixture of experts."""
+        if self.full_attention_layers:
+            return False
+        if family == "Qwen3Moe":
+            return True
+        if family == "Mixtral":
+            return self.renormalized_experts and not self.dense_layers
+        plain = not (self.dense_layers or self.sliding_window)
+        return plain and self.n_heads * self.head_dim == self.dim  # OLMoE has no head_dim
+
+    def has_experts(self, layer: int) -> bool:
+        """Return True if a layer has experts in the place of its MLP."""
+        return self.n_experts > 0 and layer not in self.dense_layers
 
     @property
     def attention_scale(self) -> float:
@@ -261,10 +294,8 @@ class ModelConfig:
 
     @property
     def rope_type(self) -> str:
-        """The type of RoPE scaling, a key of ROPE_SCALINGS. (Older configs call the field
-        `type`.)"""
-        scaling = self.rope_scaling or {}
-        return scaling.get("rope_type", scaling.get("type", "default"))
+        """The type of RoPE scaling, a key of ROPE_SCALINGS."""
+        return rope_type(self.rope_scaling or {})
 
     @property
     def context(self) -> int:
@@ -317,6 +348,13 @@ class ShapeOptions:
     hidden_dim: int | None = None
     qk_norm: bool | None = None  # RMSNorm over each query and key head; none: the preset's
     tie_embeddings: bool | None = None  # the output head is the embedding; none: the preset's
+    # experts in the place of each MLP: a mixture of experts; none: no experts
+    experts: int | None = None
+    experts_per_token: int | None = None  # experts that compute each token; none: 2 of --experts
+    expert_hidden_dim: int | None = None  # width of one expert; none: that of the MLP
+    # experts are chosen with a bias, moved after each step so that they get equally many tokens;
+    # none: without
+    expert_bias: bool | None = None
 
     def shape(self, preset: "Preset") -> dict[str, Any]:
         """Return the fields of ModelConfig, without vocab_size and max_seq_len."""
@@ -328,11 +366,13 @@ class ShapeOptions:
             shape["hidden_dim"] = None
         if "n_heads" in values:
             shape |= {"head_dim": None, "n_kv_heads": None}
+        if "n_experts" in values:
+            shape["experts_per_token"] = min(2, values["n_experts"])
         return shape | values
 
 
 @dataclass(frozen=True)
-class TrainConfig(ShapeOptions, ParallelOptions, OptimizerOptions, RowOptions):
+class TrainConfig(ShapeOptions, ParallelOptions, ExpertOptions, OptimizerOptions, RowOptions):
     """One training run on text. Defaults come from the preset; explicit options override them."""
 
     # stop at a file that cannot be read, instead of leaving it out

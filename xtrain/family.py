@@ -1,7 +1,8 @@
 """One dial for a family of models: --depth N decides the shape, the batch, the rate and how long.
 
     shape     N layers of width 64 N, N heads of 64 channels
-    tokens    20 for each parameter, without the embedding (Hoffmann et al. 2022)
+    tokens    20 for each parameter, without the embedding (Hoffmann et al. 2022); of experts for
+              those that compute one token
     batch     2^19 tokens at 2^31 training tokens, otherwise in proportion to tokens^0.383 (Bergsma
               et al. 2025), rounded to a power of two of sequences
     rate      6e-4 at width 768 and 2^19 tokens a step (GPT-3 125M: Brown et al. 2020), otherwise in
@@ -40,9 +41,15 @@ def shape(depth: int) -> dict[str, Any]:
 
 
 def parameters(model: Any) -> int:
-    """Return the number of parameters of matrices, without the embedding. model: a ModelConfig."""
+    """Return the number of parameters of matrices, without the embedding. model: a ModelConfig.
+
+    Of experts, those that compute one token.
+    """
     attention = 2 * model.dim * model.head_dim * (model.n_heads + model.n_kv_heads)
     mlp = 3 * model.dim * model.hidden_dim
+    if model.n_experts:
+        experts = 3 * model.experts_per_token * model.expert_hidden_dim
+        mlp = model.dim * (experts + model.n_experts)
     return model.n_layers * (attention + mlp) + model.dim * model.vocab_size
 
 

@@ -15,7 +15,7 @@ from typing_extensions import Doc
 
 from .option_fields import Option, options_of
 
-GROUPED = 30  # options: a command with more has them in groups
+GROUPED = 34  # options: a command with more has them in groups
 GROUPS = {
     "the data": "data text-key strict-data verify-data vocab-size tokenizer val-data val-share mix train-answers "
     "bad-records too-long pack show chat-template chat-template-kwargs",
@@ -31,6 +31,7 @@ GROUPS = {
     "how long": "steps epochs batch micro-batch seq-len stop-at time-limit",
     "the optimizer": "lr warmup schedule min-lr-ratio decay-fraction decay-shape optimizer weight-decay clip beta1 "
     "beta2 eps ema max-skips spike-z seed",
+    "experts": "experts experts-per-token expert-hidden-dim balance-loss router-z-loss expert-bias expert-bias-rate",
     "validation and samples": "eval-every eval-batches eval-tasks eval-tasks-every eval-items sample-every "
     "sample-prompt sample-tokens",
     "the run's folder": "name out save-every keep best patience resume allow-change log",

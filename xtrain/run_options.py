@@ -16,7 +16,8 @@ from .errors import UserError
 RESUME_KEYS = (
     "steps", "batch", "micro_batch", "seq_len", "lr", "min_lr_ratio", "warmup", "weight_decay",
     "beta1", "beta2", "eps", "clip", "seed", "precision", "grad_comm", "optimizer", "schedule",
-    "decay_fraction", "decay_shape", "ema", "change", "fp8_head",
+    "decay_fraction", "decay_shape", "ema", "change", "fp8_head", "balance_loss", "router_z_loss",
+    "expert_bias_rate",
 )  # fmt: skip
 COUNTS = (
     "steps", "batch", "micro_batch", "eval_batches", "eval_items", "stop_at", "max_skips", "blas_threads", "patience",
@@ -287,6 +288,24 @@ class OptimizerOptions(RunOptions):
             self.clip >= 0 and 0 <= self.weight_decay < infinity,
             "--clip and --weight-decay must be numbers and not negative",
         )
+
+
+@dataclass(frozen=True)
+class ExpertOptions(RunOptions):
+    """What else trains the routers of a mixture of experts; without effect on a dense model."""
+
+    # weight of a loss that is smallest if all experts get equally many tokens (Switch); 0: none
+    balance_loss: float = 0.01
+    router_z_loss: float = 0.001  # weight of a loss that keeps the router's logits small; 0: none
+    expert_bias_rate: float = 0.001  # by which a step moves the biases of --expert-bias
+
+    def validate(self) -> None:
+        """Raise UserError on a value out of range."""
+        super().validate()
+        for name in ("balance_loss", "router_z_loss", "expert_bias_rate"):
+            value = getattr(self, name)
+            ok = 0 <= value < float("inf")
+            need(ok, f"{option_name(name)} must be a number and not negative, got {value}")
 
 
 @dataclass(frozen=True)

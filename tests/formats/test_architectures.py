@@ -15,8 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from twins import DEVICE
 
 from xtrain import Engine, Transformer, UserError
+from xtrain.device import to_device
+from xtrain.formats.architectures import config_from_hf
+from xtrain.formats.expert_files import mixtral_name
 from xtrain.formats.huggingface import written_tensors
 from xtrain.inspect.compare import compare
+from xtrain.nn.router_losses import RouterLosses
 
 ROOT = Path(__file__).parents[2]
 SIZE = dict(
@@ -25,6 +29,7 @@ SIZE = dict(
 )  # fmt: skip
 LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)  # fmt: skip
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+QWEN3_MOE = "Qwen3-MoE, Qwen3-Coder (A3B)"
 # models -> (model_type of transformers, what differs from SIZE, what the table says)
 PUBLISHED = {
     "Llama 2, TinyLlama, Yi, SmolLM, SmolLM2": ("llama", {}, ""),
@@ -45,6 +50,11 @@ PUBLISHED = {
         num_hidden_layers=5, head_dim=32, query_pre_attn_scalar=20, sliding_window=9, sliding_window_pattern=5, rope_local_base_freq=100.0,
         rope_scaling=dict(rope_type="linear", factor=2.0),
     ), "norms on both sides of a branch, local layers with a window and RoPE of their own, GELU"),
+    QWEN3_MOE: ("qwen3_moe", dict(
+        head_dim=32, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[1],
+    ), "a mixture of experts, in some layers an MLP"),
+    "OLMoE": ("olmoe", dict(num_experts=5, num_experts_per_tok=3, pad_token_id=0, eos_token_id=1), "a mixture of experts, RMSNorm on all of q and of k"),
+    "Mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=9, rms_norm_eps=1e-5), "a mixture of experts"),
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("name", PUBLISHED)
 
@@ -59,7 +69,7 @@ def published(name, folder):
         values = torch.randn(parameter.shape)
         tall = parameter.ndim > 1
         centre = 0 if kind == "gemma3_text" else 1  # of a norm
-        parameter.data = values * parameter.shape[1] ** -0.5 if tall else centre + 0.3 * values
+        parameter.data = values * parameter.shape[-1] ** -0.5 if tall else centre + 0.3 * values
     if kind == "granite":  # order 1 in spite of the multipliers
         model.lm_head.weight.data *= 2
     model.save_pretrained(folder)
@@ -69,6 +79,22 @@ def published(name, folder):
 def logits_of(model, ids):
     with torch.no_grad():
         return model(torch.from_numpy(ids)).logits.numpy()
+
+
+def with_gradients(theirs):
+    """-> {xtrain's name: values, gradient} of a model of transformers, which packs experts"""
+    known = {}
+    for name, parameter in theirs.named_parameters():
+        arrays = parameter.detach().numpy(), parameter.grad.numpy()
+        if "experts" not in name:
+            known[name] = arrays
+            continue
+        prefix, end = name.rsplit(".", 1)
+        parts = ("gate_proj", "up_proj") if end == "gate_up_proj" else ("down_proj",)
+        for e, (values, gradient) in enumerate(zip(*arrays)):
+            halves = zip(*(np.split(x, len(parts)) for x in (values, gradient)))
+            known |= {f"{prefix}.{e}.{part}.weight": x for part, x in zip(parts, halves)}
+    return known
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -123,18 +149,21 @@ def test_read_serve_train_and_write(name, tmp_path):
     ours = model.loss(ids[:, :-1], ids[:, 1:])
     assert ours.item() == pytest.approx(loss.item(), rel=1e-5)
     ours.backward()
-    known = dict(theirs.named_parameters())
+    known = with_gradients(theirs)
     compared = 0
     as_written = written_tensors(model)
+    in_file = mixtral_name if name == "Mixtral" else str
     for path, parameter in model.named_parameters():
-        same = path in known and np.allclose(
-            known[path].detach().numpy(), as_written[path].numpy(), rtol=0, atol=1e-7
+        values, gradient = known.get(path, (None, None))
+        same = values is not None and np.allclose(
+            values, as_written[in_file(path)].numpy(), rtol=0, atol=1e-7
         )
         if same and path != "model.embed_tokens.weight":
-            error = np.linalg.norm(to_host(parameter.grad) - known[path].grad.numpy())
-            assert error <= 1e-4 * np.linalg.norm(known[path].grad.numpy()), path
+            error = np.linalg.norm(to_host(parameter.grad) - gradient)
+            assert error <= 1e-4 * np.linalg.norm(gradient), path
             compared += 1
-    assert compared >= 9  # norms at least
+    # norms at least, and nearly all of a mixture of experts, whose weights are as in transformers
+    assert compared >= (len(known) - 1 if model.config.n_experts else 9)
     model.save_pretrained(tmp_path / "ours")
     again, found = AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours",
@@ -185,6 +214,15 @@ def changed(folder, **changes):
         ("Gemma 3 (text)", dict(architectures=["Gemma2ForCausalLM"], model_type="gemma2"), "the architecture 'Gemma2ForCausalLM' is not supported"),
         ("Gemma 3 (text)", dict(architectures=["Gemma3nForCausalLM"], model_type="gemma3n_text"), "'Gemma3nForCausalLM' is not supported"),
         ("Gemma 3 (text)", dict(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3"), "'Gemma3ForConditionalGeneration' is not supported"),
+        (QWEN3_MOE, dict(decoder_sparse_step=0), "decoder_sparse_step must be a positive whole number, got 0"),
+        (QWEN3_MOE, dict(mlp_only_layers=3), "mlp_only_layers must be a list of layers, got 3"),
+        (QWEN3_MOE, dict(mlp_only_layers=[0, 1, 2, 3]), "mlp_only_layers names every layer, so that none has experts: set num_experts to 0"),
+        (QWEN3_MOE, dict(num_experts_per_tok=9), "num_experts_per_tok 9 is larger than num_experts 5"),
+        (QWEN3_MOE, dict(architectures=["GptOssForCausalLM"], model_type="gpt_oss"), "not supported .it has attention with sinks"),
+        (QWEN3_MOE, dict(architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe"), "not supported .it has a shared expert"),
+        ("OLMoE", dict(clip_qkv=8.0), "clip_qkv 8.0, which xtrain does not support"),
+        ("OLMoE", dict(num_experts=6), "missing tensors: model.layers.0.mlp.experts.5.down_proj.weight"),
+        ("Mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise 0.1, which xtrain does not support"),
         ("Granite 3", dict(residual_multiplier=0), "residual_multiplier must be a positive number, got 0"),
         ("Granite 3", dict(attention_multiplier="1"), "attention_multiplier must be a positive number"),
         ("SmolLM3", dict(no_rope_layers=[1, 0]), "no_rope_layers has 2 entries for 4 layers"),
@@ -216,6 +254,17 @@ def test_missing_keys_mean_what_they_mean_in_transformers(tmp_path):
     assert Transformer.from_pretrained(tmp_path, DEVICE).config.max_seq_len == 4096
     changed(tmp_path, max_position_embeddings=4097)
     assert Transformer.from_pretrained(tmp_path, DEVICE).config.sliding_window == 4096
+    # Qwen3-MoE's layers with an MLP: those of the list, and all but every second one
+    content = AutoConfig.for_model("qwen3_moe", **SIZE).to_dict()
+    content |= dict(architectures=["Qwen3MoeForCausalLM"], decoder_sparse_step=2)
+    del content["num_experts_per_tok"]
+    made = config_from_hf(content | dict(mlp_only_layers=[1]))
+    assert made.dense_layers == (0, 1, 2) and made.experts_per_token == 8
+    assert (made.n_experts, made.expert_hidden_dim, made.sliding_window) == (128, 768, 0)
+    made = config_from_hf(
+        content | dict(use_sliding_window=True, sliding_window=16, max_window_layers=3)
+    )
+    assert made.sliding_window == 16 and made.full_attention_layers == ()
 
 
 @pytest.mark.parametrize(
@@ -231,6 +280,72 @@ def test_layer_types_mean_what_they_mean_in_transformers(name, kind, tmp_path):
     ids = np.arange(40)[None]
     found = to_host(Transformer.from_pretrained(tmp_path, DEVICE)(ids).data)
     np.testing.assert_allclose(found, logits_of(theirs.eval(), ids), atol=1e-4)
+
+
+def test_the_balance_loss_of_one_layer(tmp_path):
+    """transformers multiplies means over all layers; of one layer, that is the loss of Switch."""
+    kind, changes, note = PUBLISHED[QWEN3_MOE]
+    one = dict(num_hidden_layers=1, mlp_only_layers=[], router_aux_loss_coef=0.3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PUBLISHED, QWEN3_MOE, (kind, changes | one, note))
+        theirs = published(QWEN3_MOE, tmp_path)
+    ids = np.random.default_rng(1).integers(0, 61, (2, 40))
+    inputs = torch.from_numpy(ids)
+    loss = theirs(inputs, labels=inputs, output_router_logits=True).loss
+    loss.backward()
+    model = Transformer.from_pretrained(tmp_path, DEVICE)
+    with RouterLosses(0.3, 0.0).collected() as routers:
+        plain = model.loss(ids[:, :-1], ids[:, 1:])
+    assert len(routers.terms) == 1
+    assert loss.item() - plain.item() > 0.3  # the smallest value is 0.3 K
+    with RouterLosses(0.3, 0.0).collected() as routers:  # theirs counts the last tokens, too
+        model.hidden(ids)
+    ours = routers.added_to(
+        model.loss(ids[:, :-1], ids[:, 1:]), to_device(np.ones(1, np.float32), DEVICE)
+    )
+    assert ours.item() == pytest.approx(loss.item(), rel=1e-5)
+    ours.backward()
+    known = with_gradients(theirs)
+    for path, parameter in model.named_parameters():
+        gradient = known[path][1]
+        error = np.linalg.norm(to_host(parameter.grad) - gradient)
+        assert error <= 1e-4 * np.linalg.norm(gradient), path
+
+
+@pytest.mark.parametrize("name", [QWEN3_MOE, "OLMoE", "Mixtral"])
+def test_packed_experts(name, tmp_path):
+    """transformers 5 writes its own layout with save_original_format=False, and reads both."""
+    theirs = published(name, tmp_path / "theirs")
+    theirs.save_pretrained(tmp_path / "packed", save_original_format=False)
+    assert any(
+        ".experts.gate_up_proj" in x for x in load_file(tmp_path / "packed/model.safetensors")
+    )
+    model = Transformer.from_pretrained(tmp_path / "packed", DEVICE)
+    model.save_pretrained(tmp_path / "ours")
+    written = load_file(tmp_path / "ours/model.safetensors")
+    original = load_file(tmp_path / "theirs/model.safetensors")
+    assert written.keys() == original.keys()
+    assert all(torch.equal(written[name], original[name]) for name in written)
+    changed(tmp_path / "packed", num_experts=3, num_local_experts=3)
+    with pytest.raises(UserError, match=r"unexpected tensors: model\.layers\.0\.mlp\.experts\.3"):
+        Transformer.from_pretrained(tmp_path / "packed", DEVICE)
+
+
+def test_damaged_packed_experts(tmp_path):
+    published("OLMoE", tmp_path).save_pretrained(tmp_path, save_original_format=False)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    for shape, sentence in (((5, 80 * 64), "not one matrix of gate_proj and up_proj for each expert"),
+                            ((16, 25, 64), "has shape .16, 25, 64., not one matrix")):  # fmt: skip
+        save_file(tensors | {name: tensors[name].reshape(shape)}, path)
+        with pytest.raises(UserError, match=sentence):
+            Transformer.from_pretrained(tmp_path, DEVICE)
+    save_file(
+        tensors | {"model.layers.1.mlp.experts.0.down_proj.weight": torch.zeros(64, 40)}, path
+    )
+    with pytest.raises(UserError, match=r"experts\.0\.down_proj\.weight in two layouts"):
+        Transformer.from_pretrained(tmp_path, DEVICE)
 
 
 def test_the_weights_of_packed_models_can_be_loaded(tmp_path):

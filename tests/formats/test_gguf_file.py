@@ -1,6 +1,7 @@
 """GGUF files, read back with the library of llama.cpp: every tensor, the config and the tokenizer."""
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -22,6 +23,7 @@ CONFIGS = {
     "qwen2": small(**SHAPE, qk_norm=False, qkv_bias=True, tie_embeddings=True),
     "qwen3": small(**SHAPE | {"head_dim": 32}, rope_scaling=YARN),
     "smollm3": small(**SHAPE, n_layers=4, qk_norm=False, no_rope_layers=(3,)),
+    "qwen3moe": small(**SHAPE, n_experts=3, experts_per_token=2, expert_hidden_dim=32),
 }
 
 
@@ -57,14 +59,20 @@ def test_every_tensor_and_key(name, tokenizer, tmp_path):
         assert export(folder, tmp_path / "a.gguf", kind) == 0
         reader = gguf.GGUFReader(tmp_path / "a.gguf")
         found = {t.name: t for t in reader.tensors}
+        read = set()
         for theirs, tensor in stored.items():
-            there = found.pop(names.get_name(theirs, (".weight", ".bias")))
-            values = gguf.quants.dequantize(there.data, there.tensor_type).reshape(tensor.shape)
+            shared = re.sub(r"experts\.\d+", "experts", theirs)  # all experts are one tensor
+            there = found[names.get_name(shared, (".weight", ".bias"))]
+            values = gguf.quants.dequantize(there.data, there.tensor_type)
+            if shared != theirs:
+                values = values.reshape(3, -1)[int(theirs.split(".")[5])]
+            values = values.reshape(tensor.shape)
+            read.add(there.name)
             heads = {"q_proj": config.n_heads, "k_proj": config.n_kv_heads}.get(theirs.split(".")[-2])  # fmt: skip
             if heads and name in ("llama", "smollm3"):
                 values = halves_from_pairs(values, heads)
             expected = tensor.read()
-            exact = kind == "f32" or expected.ndim == 1
+            exact = kind == "f32" or expected.ndim == 1 or theirs.endswith("mlp.gate.weight")
             if exact:
                 assert there.tensor_type.name == "F32" and np.array_equal(values, expected)
             elif kind == "f16" or expected.shape[1] % 32:
@@ -76,7 +84,7 @@ def test_every_tensor_and_key(name, tokenizer, tmp_path):
                 # half a step of a block's scale, which is itself rounded to f16
                 limit = np.abs(blocks).max(1, keepdims=True) / 127 * (0.5 + 127 * 2**-11) + 1e-8
                 assert (np.abs(values.reshape(-1, 32) - blocks) <= limit).all()
-        assert set(found) == ({"rope_freqs.weight"} if name == "llama" else set())
+        assert set(found) - read == ({"rope_freqs.weight"} if name == "llama" else set())
     assert not list(tmp_path.glob("*.tmp"))
 
     value = lambda key: reader.get_field(key.replace("*", name)).contents()
@@ -87,6 +95,8 @@ def test_every_tensor_and_key(name, tokenizer, tmp_path):
         "attention.key_length": config.head_dim, "rope.freq_base": config.rope_theta, "context_length": config.context,
         "attention.layer_norm_rms_epsilon": np.float32(config.norm_eps),
     }  # fmt: skip
+    if name == "qwen3moe":
+        numbers |= {"expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 32}
     assert {key: value(f"*.{key}") for key in numbers} == numbers
     if name == "qwen3":
         assert value("*.rope.scaling.type") == "yarn" and value("*.rope.scaling.factor") == 4
@@ -133,6 +143,8 @@ def test_what_llama_cpp_computes_otherwise_is_refused(tokenizer, tmp_path, capsy
         (small(**SHAPE, n_layers=4, qk_norm=False, no_rope_layers=(1,)), "every 4th layer"),
         (small(**SHAPE, rope_scaling=YARN | {"beta_fast": 16}), "beta_fast 32"),
         (small(**SHAPE, qkv_bias=True), "qk_norm with qkv_bias"),
+        (small(**SHAPE, qk_norm=False, n_experts=2, experts_per_token=1), "experts to GGUF of a Qwen3-MoE"),
+        (small(**SHAPE, n_experts=2, experts_per_token=1, dense_layers=(0,)), "experts in every layer"),
     ]):  # fmt: skip
         refused(capsys, saved(config, tokenizer, tmp_path / str(i)), path, words)
     folder = saved(CONFIGS["qwen3"], tokenizer, tmp_path / "good")

@@ -208,6 +208,7 @@ def test_what_cannot_be_read_is_one_sentence(tokenizer, tmp_path):
         ("llama.block_count", 2**40, "tensors, too few for its layers"),
         ("llama.attention.head_count_kv", [1, 2], r"head_count_kv must be a whole number, got \[1, 2\]"),
         ("llama.rope.freq_base", float("nan"), "freq_base must be a number, got nan"),
+        ("llama.expert_count", 8, "xtrain reads experts of qwen3moe, not of llama"),
         ("llama.rope.scaling.type", "yarn", "its RoPE scaling has no factor"),
         ("tokenizer.ggml.tokens", "abc", "tokens must be a list of str"),
         ("tokenizer.ggml.merges", [1], "merges must be a list of str"),

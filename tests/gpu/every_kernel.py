@@ -16,6 +16,7 @@ import importlib
 import itertools
 import pkgutil
 import sys
+from unittest import mock
 
 import cupy as cp
 import numpy as np
@@ -52,6 +53,16 @@ from xtrain.kernels.distillation import distillation
 from xtrain.kernels.elementwise import add_into, scale_into
 from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
 from xtrain.kernels.entropy import entropy
+from xtrain.kernels.experts import (
+    expert_rows,
+    expert_swiglu,
+    grouped_product,
+    grouped_product_mma,
+    routing,
+)
+from xtrain.kernels.experts.expert_gemv import expert_gemv
+from xtrain.kernels.experts.expert_order import expert_order
+from xtrain.kernels.experts.load_balance import add_counts, move_bias
 from xtrain.kernels.fp8 import DTYPES as FP8_KINDS
 from xtrain.kernels.fp8 import (
     Slot,
@@ -284,6 +295,43 @@ def serving(dtype):
         dequantize(quantize(draw(5, K, dtype=dtype), kind))
 
 
+def experts(dtype):
+    """Mixture of experts: few and many tokens, experts without tokens, one that gets all."""
+    for N, K, E in ((1, 2, 4), (40, 1, 1), (700, 2, 5), (1500, 8, 130)):
+        chosen = np.argsort(-RNG.random((N, E)), 1)[:, :K]
+        for ids in (chosen, np.zeros_like(chosen)):
+            add_counts(cp.zeros(E, np.int32), cp.ones(E, np.int32))
+            move_bias(draw(E), cp.arange(E, dtype=np.int32), 0.1)
+            order = expert_order(cp.asarray(np.ascontiguousarray(ids, np.int32)), E)
+            for C in (37, 264):
+                expert_rows.sum_rows(expert_rows.gather_rows(draw(N, C, dtype=dtype), order), order)
+                gu, w = draw(order.pairs_M.size, 2 * C, dtype=dtype), draw(N, K)
+                y = expert_swiglu.expert_swiglu(gu, w, order)
+                expert_swiglu.expert_swiglu_bwd(y, gu, w, order)
+            M = order.pairs_M.size
+            for O, I in ((19, 37), (72, 136)):  # noqa: E741
+                x, dy, w = (draw(*n, dtype=dtype) for n in ((M, I), (M, O), (E, O, I)))
+                for version in (grouped_product.version(x, w), grouped_product_mma):
+                    if version is grouped_product_mma and (dtype == np.float32 or I % 8):
+                        continue
+                    with mock.patch.object(grouped_product, "version", return_value=version):
+                        y = grouped_product.grouped_product(x, w, order)
+                        grouped_product.grouped_product_dx(y, w, order)
+                        for accumulate in (False, True):
+                            dw = draw(E, O, I)
+                            grouped_product.grouped_product_dw(dy, x, order, dw, accumulate)
+        for width, C in ((8, 264), (1032, 8)):
+            ids, few = cp.asarray(np.ascontiguousarray(chosen[:8], np.int32)), min(N, 8)
+            matrices = draw(E, 2 * width, C, dtype=dtype), draw(E, C, width, dtype=dtype)
+            expert_gemv(draw(few, C, dtype=dtype), draw(few, K), ids, *matrices)
+        logits = draw(N, E, dtype=dtype)
+        for renormalized, bias in ((True, None), (False, draw(E))):
+            ids, weights = routing.routing(logits, K, renormalized, bias)
+            routing.routing_bwd(weights, logits, ids, weights, renormalized)
+        loss = routing.router_loss(logits, order.counts_E, 0.1, 0.1)
+        routing.router_loss_bwd(loss, logits, order.counts_E, 0.1, 0.1)
+
+
 def kv_codes():
     """A KV cache in fp8: codes and scales, attention over them, blocks in bf16 again."""
     ints = lambda *numbers: cp.asarray(np.array(numbers, np.int32))
@@ -451,6 +499,7 @@ WORK = {
     "fp8_codes": fp8_codes,
     "fp8_products": fp8_products,
     "serving": serving,
+    "experts": experts,
     "kv_codes": kv_codes,
     "choosing": choosing,
     "rows": rows,

@@ -65,7 +65,7 @@ def of_compiler(kind):
 
 def every_signature(card: tuple[int, int]) -> dict[str, list[tuple]]:
     """-> {group: [(kernel, argument types)]} of the kernels that run on a GPU of this compute capability"""
-    for folder in ("kernels", "kernels/attention", "serving"):
+    for folder in ("kernels", "kernels/attention", "kernels/experts", "serving"):
         if str(TESTS / folder) not in sys.path:
             sys.path.append(str(TESTS / folder))
     import test_compile
@@ -73,6 +73,7 @@ def every_signature(card: tuple[int, int]) -> dict[str, list[tuple]]:
     import test_exact_decode_attention as exact_decoding
     import test_flash_attention_compile as tensor_cores
     import test_flash_attention_hopper_compile as hopper
+    import test_grouped_product_compile as products
 
     dtypes = [np.float32] + [BF16] * (card >= (8, 0))
     everything, found = test_compile.launch_everything, {}
@@ -100,6 +101,7 @@ def every_signature(card: tuple[int, int]) -> dict[str, list[tuple]]:
             (flash_attention_hopper_bwd.make_statistics_kernel(D)[0], hopper.STATISTICS)
             for D in (64, 128)
         ]
+        found["wgmma"] += products.KERNELS.values()
         found["primitives"] = list(primitive_examples.launched().values())
     for group in ("attention", "wgmma"):
         if group in found:

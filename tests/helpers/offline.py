@@ -8,6 +8,7 @@ a failure.
 
 import glob
 import importlib.util
+import inspect
 import os
 import re
 import shutil
@@ -162,3 +163,42 @@ def check_registers(tmp_path, ptx, threads, min_blocks, cc, spills=0):
     registers = re.search(r"Used (\d+) registers", report.stderr).group(1)
     assert spilled <= spills, f"{spilled} bytes spilled with {registers} registers"
     assert int(registers) * threads * min_blocks <= 65536
+
+
+def compile_for_sm_90a(monkeypatch, kernel, signature, threads, per_sm) -> str:
+    """-> PTX of a kernel with wgmma
+
+    numba-cuda compiles for sm_90a; plain Numba for sm_90, and as inline PTX passes through unread, its target is renamed here.
+    """
+    here = python_types.SimpleNamespace(compute_capability=(9, 0))
+    monkeypatch.setattr(dispatcher, "get_current_device", lambda: here)
+    options = {"device": False, "abi": "numba", "output": "ptx"}
+    if "launch_bounds" in inspect.signature(cuda.compile).parameters:
+        more = {"cc": (9, 0, "a"), "launch_bounds": (threads, per_sm)}
+        return cuda.compile(kernel.py_func, signature, **options, **more)[0]
+    ptx = cuda.compile(kernel.py_func, signature, **options, cc=(9, 0))[0]
+    bounds = f".maxntid {threads}, 1, 1\n.minnctapersm {per_sm}\n{{"
+    ptx = re.sub(r"(\.visible \.entry[^{]*)\{", lambda m: m.group(1) + bounds, ptx, count=1)
+    return re.sub(r"\.target sm_90\b", ".target sm_90a", ptx)
+
+
+def check_sm_90a(tmp_path, kernel, ptx, threads, per_sm):
+    """Fails if a kernel with wgmma computes in float64, spills, or needs more registers than its launch has."""
+    name = kernel.py_func.__name__
+    assert not re.search(r"\.f64\b", ptx), f"{name} computes in float64"
+    assert ".local " not in ptx, f"{name} keeps an array in local memory"
+    assert re.search(r"\.extern \.shared \.align 1024 ", ptx), "tiles need their alignment"
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.4d", "setmaxnreg.inc"):
+        assert instruction in ptx
+    if not ptxas():
+        give_up("no ptxas: the registers are not checked")
+    (tmp_path / "kernel.ptx").write_text(ptx)
+    command = [ptxas(), "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
+    report = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    if "Unsupported .version" in report.stderr:
+        give_up(f"this ptxas is older than the PTX: {report.stderr.strip()[:90]}")
+    assert report.returncode == 0, report.stderr
+    assert "serialized" not in report.stderr, "too few registers: the products run one by one"
+    assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", report.stderr), report.stderr
+    registers = int(re.search(r"Used (\d+) registers", report.stderr).group(1))
+    assert registers <= 65536 // (threads * per_sm) // 8 * 8

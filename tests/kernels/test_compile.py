@@ -51,6 +51,17 @@ from xtrain.kernels import skip_nonfinite as skip
 from xtrain.kernels.attention import flash_attention, key_bounds
 from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.kernels.decoding import gemv, kv_cache
+from xtrain.kernels.experts import (
+    expert_gemv,
+    expert_order,
+    expert_rows,
+    expert_swiglu,
+    grouped_product,
+    grouped_product_mma,
+    grouped_product_tiled,
+    load_balance,
+    routing,
+)
 from xtrain.kernels.runtime.launch import launch
 from xtrain.simulator import sim
 
@@ -92,6 +103,7 @@ def launch_everything(dtype):
     swiglu.swiglu_bwd(swiglu.swiglu_fwd(new(2, 8), gelu=True), new(2, 8), gelu=True)
     swiglu.swiglu_bwd(new(2, 4), new(2, 8), recompute_y=True, gelu=True)
     swiglu.silu_bwd(swiglu.silu_fwd(new(8)), new(8))
+    launch_experts(new)
     silu_mul.silu_mul_bwd(silu_mul.silu_mul_fwd(new(8), new(8)), new(8), new(8))
     elementwise.add_into(elementwise.add_fwd(new(8), new(8)), new(8))
     elementwise.scale_into(elementwise.scale_fwd(new(8), 0.5), f32(1))
@@ -134,6 +146,35 @@ def launch_everything(dtype):
             q, k = new(1, T, 2, D), new(1, T + 1, 1, D)
             o, lse = flash_attention.flash_attention_fwd(q, k, k, 0.1, causal)
             flash_attention.flash_attention_bwd(o, q, k, k, o, lse, 0.1, causal)
+
+
+def launch_experts(new):
+    """The kernels of a mixture of experts; test_grouped_product_compile.py has the wgmma version."""
+    order = expert_order.expert_order(sim(np.zeros((3, 2), np.int32)), 4)
+    experts = sim(np.zeros((2, 2), np.int32))
+    expert_gemv.expert_gemv(new(2, 16), f32(2, 2), experts, new(3, 16, 16), new(3, 16, 8))
+    M, counts = order.pairs_M.size, sim(np.zeros(4, np.int32))
+    load_balance.add_counts(counts, counts)
+    load_balance.move_bias(f32(4), counts, 0.1)
+    for width in (37, 256):
+        expert_rows.sum_rows(expert_rows.gather_rows(new(3, width), order), order)
+        y = expert_swiglu.expert_swiglu(new(M, 2 * width), f32(3, 2), order)
+        expert_swiglu.expert_swiglu_bwd(y, new(M, 2 * width), f32(3, 2), order)
+    for logits, bias_E in ((new(3, 4), None), (new(3, 40), f32(40))):
+        experts, weights = routing.routing(logits, 2, bias_E is None, bias_E)
+        routing.routing_bwd(weights, logits, experts, weights, bias_E is None)
+    routing.router_loss_bwd(
+        routing.router_loss(new(3, 4), counts, 0.1, 0.1), new(3, 4), counts, 0.1, 0.1
+    )
+    x, w = new(order.pairs_M.size, 8), new(4, 8, 8)
+    versions = [grouped_product_tiled] + [grouped_product_mma] * (x.dtype == BF16)
+    for version in versions:
+        with mock.patch.object(grouped_product, "version", return_value=version):
+            grouped_product.grouped_product(x, w, order)
+            grouped_product.grouped_product_dx(x, w, order)
+            grouped_product.grouped_product_dw(x, x, order, w.copy())
+            for accumulate in (False, True):
+                grouped_product.grouped_product_dw(x, x, order, f32(4, 8, 8), accumulate)
 
 
 def launch_plain():

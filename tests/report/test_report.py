@@ -102,6 +102,22 @@ def test_layer_norms_add_up(folder):
         np.testing.assert_allclose(np.sqrt((norms**2).sum()), total[row["step"]], rtol=1e-5)
 
 
+def test_expert_loads(tmp_path):
+    """A validation counts the experts that its tokens choose: K of each token in each layer."""
+    folder = run(tmp_path, steps=2, eval_every=1, sample_every=0, experts=3)
+    rows = [row for row in lines(folder / "layers.jsonl") if "experts of layer 0" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert set(row) == {"step", "experts of layer 0", "experts of layer 1"}
+        for name in set(row) - {"step"}:
+            assert len(row[name]) == 3 and sum(row[name]) == 2 * (2 * 4 * 32)  # 2 batches
+    page = (folder / "report.html").read_text()
+    assert 'aria-label="Largest expert load per layer over steps"' in page
+    for damaged in ([10**400, 0, 1], [-1, 1], "x", [], [0, 0], [1.5]):
+        (folder / "layers.jsonl").write_text(json.dumps({"step": 1, "experts of layer 0": damaged}))
+        report.write([folder])
+
+
 def test_attention_and_probabilities_are_the_models(folder):
     newest = max((folder / "checkpoints").iterdir())
     model, tokenizer = Transformer.from_pretrained(newest), Tokenizer.load(newest)

@@ -20,15 +20,17 @@ from xtrain.kernels.cross_entropy import count_targets
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
 from xtrain.nn.deferred import AddNormLinear, ResidualRMSNorm, SwiGLULinear
+from xtrain.nn.experts import MixtureOfExperts
 from xtrain.nn.modules import Module, Parameter
 from xtrain.nn.observers import in_layer, observe_ops
+from xtrain.nn.router_losses import AddTerms, RouterLosses
 from xtrain.training.loop import Loop
 from xtrain.training.nonfinite import count_nonfinite, first_nonfinite, spike, unsound
 from xtrain.training.run import Run
 
 swapped = mock.patch.object
 CONFIG = ModelConfig(vocab_size=40, dim=64, n_layers=2, n_heads=2, hidden_dim=32, max_seq_len=8)
-FUSED = AddNormLinear, ResidualRMSNorm, SwiGLULinear
+FUSED = AddNormLinear, ResidualRMSNorm, SwiGLULinear, AddTerms
 OPS = {
     c
     for c in [*vars(F).values(), *FUSED]
@@ -52,6 +54,9 @@ def transformer(precision="fp32", recompute="none", tied=False):
     return model, step
 
 
+EXPERTS = ModelConfig(vocab_size=8, dim=8, n_layers=1, n_heads=1, hidden_dim=6, max_seq_len=4, n_experts=3, experts_per_token=2)  # fmt: skip
+
+
 class Zoo(Module):
     """A layer with the ops that the Transformer does not use."""
 
@@ -61,6 +66,7 @@ class Zoo(Module):
             Parameter(shape, 0.5, {name: shape[0]})
             for name, shape in (("square", (8, 8)), ("a", (4, 8)), ("b", (6, 2)))
         )
+        self.experts = MixtureOfExperts(EXPERTS)
 
     def __call__(self, x_NC):
         tables = [to_device(normal(i, 4, 4), DEVICE) for i in range(2)]
@@ -71,7 +77,7 @@ class Zoo(Module):
         x = F.lora_linear(x, self.square, self.a, self.b, [(0, 2), (3, 4)], 0.5)
         x = F.add(x, F.cast_gradient(F.silu(x_NC), np.float32))
         x = F.cast(F.cast(x, ml_dtypes.bfloat16 if GPU else np.float64), np.float32)
-        return F.swiglu(x.reshape(3, 16))
+        return self.experts(F.swiglu(x.reshape(3, 16)))
 
 
 class Menagerie(Module):
@@ -82,9 +88,12 @@ class Menagerie(Module):
     def __call__(self):
         targets = to_device(np.array([1, 2, 3], np.int32), DEVICE)
         x = F.embedding(to_device(np.arange(6, dtype=np.int32), DEVICE), self.table)
-        a, b = (in_layer(i, layer, x) for i, layer in enumerate(self.layers))
+        with RouterLosses(0.1, 0.1).collected() as losses:
+            a, b = (in_layer(i, layer, x) for i, layer in enumerate(self.layers))
         logits = F.narrow(F.linear(F.add(a, b), self.table), 7)
-        yield F.cross_entropy(logits, targets, 7, count_targets(targets))
+        inverse = count_targets(targets)
+        loss = F.cross_entropy(logits, targets, 7, inverse)
+        yield F.scale(losses.added_to(loss, inverse).reshape(1), 1.5)
         x = F.embedding(targets, self.table)
         logprobs = F.linear_logprobs(x, self.table, targets, 7)
         yield F.with_gradient(logprobs, 1.5, logprobs.data.copy())

@@ -34,12 +34,15 @@ GRAPHS = [True, False] if GPU else [True]
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize("recompute, micro_batch", [("none", 4), ("attention", 4), ("block", 2)])
-def test_resume_is_exact(tmp_path, precision, graph, recompute, micro_batch):
+@pytest.mark.parametrize(
+    "recompute, micro_batch, experts",
+    [("none", 4, None), ("attention", 4, None), ("block", 2, None), ("block", 2, 3)],
+)
+def test_resume_is_exact(tmp_path, precision, graph, recompute, micro_batch, experts):
     """Stopped at steps where nothing else is due: the stop adds neither a validation nor a sample."""
     kind = dict(
         precision=precision, graph=graph, recompute=recompute, micro_batch=micro_batch, eval_every=6,
-        sample_every=8, save_every=9,
+        sample_every=8, save_every=9, experts=experts,
     )  # fmt: skip
     whole = run(tmp_path / "a", **kind)
     for stop_at in (3, 7, 13):

@@ -9,6 +9,9 @@
     GraniteForCausalLM  a Llama with four multipliers, which are multiplied into the weights
     Gemma3ForCausalLM   qk_norm and all of config.GEMMA; windows in most layers, which have another
                         RoPE; a norm multiplies by 1 + w, which is added to the weights on reading
+    Qwen3MoeForCausalLM qk_norm and n_experts, in some layers an MLP: expert_files.py
+    OlmoeForCausalLM    joint_qk_norm and n_experts
+    MixtralForCausalLM  n_experts; a window in all layers, or none
 
 Phi3 and Granite are read as a Llama and written as one, which computes the same; Granite's head is then
 not tied. Phi3 includes Phi-4. Qwen and SmolLM3 may have a sliding_window in some layers. A window
@@ -26,7 +29,9 @@ from typing import Any
 from ..config import MOST, ModelConfig
 from ..errors import UserError
 from ..json_files import listed
-from .rope_config import LOCAL_THETA, is_positive, normalize_scaling, read_rope, without_local_rope
+from ..rope_scalings import is_positive
+from .expert_files import KEYS, expert_shapes, fields_of_experts, keys_of_experts, one_tensor_each
+from .rope_config import LOCAL_THETA, normalize_scaling, read_rope, without_local_rope
 from .tensor_file import Stored
 
 # In the config.json of a model that transformers does not have: Transformer.variation, its
@@ -76,8 +81,8 @@ class Architecture:
     defaults: of transformers, for keys that config.json lacks.
     written: keys of config.json that only this class has; None: its models are written as a Llama.
     ignored: keys of ALLOWED that it does not read.
-    window: "all": sliding_window is that of all layers; "some": of some, if use_sliding_window is
-    true; "": it has none.
+    window: "all": sliding_window is that of all layers; "used": of all, if use_sliding_window is
+    true; "some": then of some; "": it has none.
     packed: {name of a tensor in the file: those whose rows it holds}.
     multipliers: keys of config.json.
     allowed: as ALLOWED, of keys that only this class reads.
@@ -175,7 +180,55 @@ ARCHITECTURES = {
         },
         norm_offset=1.0,
     ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe",
+        {"qk_norm": True},
+        {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "sliding_window": 4096,
+        },
+        {"attention_bias": False} | _NO_WINDOW,
+        window="used",
+    ),
+    "OlmoeForCausalLM": Architecture(
+        "olmoe",
+        {"qk_norm": True, "joint_qk_norm": True},
+        {
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        {"attention_bias": False, "clip_qkv": None},
+        allowed={"clip_qkv": (None,), "sliding_window": (None,)},
+    ),
+    "MixtralForCausalLM": Architecture(
+        "mixtral",
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        written={},
+        ignored=("attention_bias", "mlp_bias"),
+        window="all",
+        allowed={"router_jitter_noise": (0.0,)},
+    ),
 }
+REASONS = {  # classes of transformers that a reader may expect here
+    "GptOssForCausalLM": "attention with sinks, experts with biases and a clamped SwiGLU",
+    "Qwen2MoeForCausalLM": "a shared expert",
+}
+WITHOUT_LAYER_TYPES = ("phi3", "qwen3_moe", "mixtral")  # do not read layer_types
 
 
 # ----------------------------------------------------------------------------- config.json
@@ -197,6 +250,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "initializer_range": 0.02,
         **_rope_flags(c),
         **_window_flags(c),
+        **keys_of_experts(ARCHITECTURES[name].model_type, c),
         "rope_theta": c.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": c.rope_theta, **(scaling or {"rope_type": "default"})},
@@ -232,8 +286,10 @@ def _window_flags(c):
     """Return the keys of the window as Mistral has them, as Qwen and SmolLM3, or as Gemma 3."""
     if not c.sliding_window and c.family != "Gemma3":
         return {}
-    if c.family == "Mistral":
+    if c.family in ("Mistral", "Mixtral"):
         return {"sliding_window": c.sliding_window}
+    if c.family == "Qwen3Moe":
+        return {"use_sliding_window": True, "sliding_window": c.sliding_window}
     kinds = ["sliding_attention" if c.window(i) else "full_attention" for i in range(c.n_layers)]
     flags = {"sliding_window": c.sliding_window, "layer_types": kinds}
     if c.family == "Gemma3":
@@ -270,6 +326,7 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
         if ours in MOST and isinstance(value, int) and value > MOST[ours]:
             raise UserError(f"{theirs} must be at most {MOST[ours]}, got {value}")
     fields = {ours: values[theirs] for theirs, ours in FIELDS.items() if theirs in values}
+    fields |= fields_of_experts(architecture.model_type, values)
     if LOCAL_THETA in architecture.defaults:
         fields["query_pre_attn_scalar"] = values["query_pre_attn_scalar"]
         values, fields["local_rope_theta"] = without_local_rope(values)
@@ -285,7 +342,8 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
     try:
         made = ModelConfig(**{"qk_norm": False, **fields, **architecture.fields})
     except UserError as error:
-        names = {ours: theirs for theirs, ours in FIELDS.items()}
+        keys = FIELDS | KEYS.get(architecture.model_type, {}) | {"mlp_only_layers": "dense_layers"}
+        names = {ours: theirs for theirs, ours in keys.items()}
         # the message names the keys of the file instead of ModelConfig's fields
         raise UserError(re.sub(r"\w+", lambda m: names.get(m[0], m[0]), str(error))) from None
     most = MOST["max_seq_len"]
@@ -321,8 +379,9 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
         else:
             name = names
         if name not in list(ARCHITECTURES):
+            reason = f" (it has {REASONS[name]})" if name in list(REASONS) else ""
             raise UserError(
-                f"the architecture {name!r} is not supported: xtrain supports {supported}"
+                f"the architecture {name!r} is not supported{reason}: xtrain supports {supported}"
             )
         if model_type not in (None, ARCHITECTURES[name].model_type):
             raise UserError(f"model_type {model_type!r} does not belong to {name}")
@@ -348,7 +407,7 @@ def _window(
         window = None
     if window is not None and not (type(window) is int and window > 0):
         raise UserError(f"sliding_window must be a positive whole number, got {window!r}")
-    if not kinds or architecture.model_type == "phi3":  # which does not read layer_types
+    if not kinds or architecture.model_type in WITHOUT_LAYER_TYPES:
         kinds = [_layer_type(config, architecture, made, i) for i in layers]
     if not isinstance(kinds, list):
         kinds = [kinds]
@@ -395,7 +454,7 @@ def _layer_type(config, architecture, made, i):
         return "sliding_attention" if (i + 1) % every else "full_attention"
     else:  # Qwen: from max_window_layers on
         first = config.get("max_window_layers", 0)
-        windowed = not (type(first) is int and i < first) or architecture.window == "all"
+        windowed = not (type(first) is int and i < first) or architecture.window != "some"
     if architecture.window != "all" and not config.get("use_sliding_window"):
         windowed = False
     if windowed and config.get("sliding_window"):
@@ -443,6 +502,8 @@ def translate(content: dict[str, Any], stored: dict[str, Stored]) -> dict[str, S
             name: replace(x, offset=x.offset + architecture.norm_offset) if is_norm(name) else x
             for name, x in stored.items()
         }
+    if architecture.model_type in KEYS:
+        stored = one_tensor_each(stored)
     if not (architecture.packed or architecture.multipliers):
         return stored
     config = config_from_hf(content)
@@ -516,7 +577,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if c.sandwich_norms:
         layer |= {"pre_feedforward_layernorm": (C,), "post_feedforward_layernorm": (C,)}
     if c.qk_norm:
-        layer |= {"self_attn.q_norm": (D,), "self_attn.k_norm": (D,)}
+        q_width, k_width = (H * D, G * D) if c.joint_qk_norm else (D, D)
+        layer |= {"self_attn.q_norm": (q_width,), "self_attn.k_norm": (k_width,)}
     layer = {f"{name}.weight": shape for name, shape in layer.items()}
     if c.qkv_bias:
         rows = {"q": H * D, "k": G * D, "v": G * D}
@@ -525,8 +587,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         TABLE: (c.vocab_size, C),
         "model.norm.weight": (C,),
     }
+    mixture = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")}
+    mixture |= expert_shapes(c)
     for i in range(c.n_layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+        tensors = mixture if c.has_experts(i) else layer
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in tensors.items()}
     if not c.tie_embeddings:
         shapes[HEAD] = (c.vocab_size, C)
     return shapes

@@ -11,6 +11,7 @@ UserError instead. Its source: src/llama-vocab.cpp, src/models/*.cpp.
 """
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,9 +29,12 @@ from .huggingface import as_ids, open_weights, read_special_tokens
 from .tensor_file import Stored
 from .texts import Texts, load_texts
 
-ARCHITECTURES = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "SmolLM3": "smollm3"}
+ARCHITECTURES = {
+    "Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "SmolLM3": "smollm3", "Qwen3Moe": "qwen3moe",
+}  # fmt: skip
 YARN_BETAS = (32, 1)  # beta_fast, beta_slow: fixed in llama.cpp for these architectures
 LARGEST_F16 = 65504.0
+EXPERT = re.compile(r"\.experts\.\d+\.")
 ELSEWHERE = "convert the folder with llama.cpp's convert_hf_to_gguf.py instead"
 Kind = Literal["f32", "f16", "q8_0"]
 
@@ -55,11 +59,14 @@ def write(folder: Path, path: Path, kind: Kind) -> None:
     gguf = library()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layers)
     vocabulary = _vocabulary(config, texts)
+    together: dict[str, list[Stored]] = {}  # the matrices of all experts are one tensor
+    for name in tensor_shapes(config):
+        together.setdefault(EXPERT.sub(".experts.", name), []).append(stored[name])
     tensors = {
         names.get_name(name, (".weight", ".bias")): _Tensor(
-            gguf, stored[name], kind, _heads(name, config, architecture)
+            gguf, name, parts, kind, _heads(name, config, architecture)
         )
-        for name in tensor_shapes(config)
+        for name, parts in together.items()
     }
     factors = _rope_factors(config)
     try:
@@ -92,20 +99,29 @@ def write(folder: Path, path: Path, kind: Kind) -> None:
 class _Tensor:
     """One tensor of the file.
 
+    name: in the folder, without the number of an expert.
+    stored: one tensor, or that of each expert.
     heads: how many heads its rows belong to if they are permuted, else 0
     """
 
     gguf: Any
-    stored: Stored
+    name: str
+    stored: list[Stored]
     kind: Kind
     heads: int
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the file."""
+        shape = self.stored[0].shape
+        return (len(self.stored), *shape) if ".experts." in self.name else shape
+
+    @property
     def dtype(self) -> str:
-        """F32, F16 or Q8_0."""
-        if len(self.stored.shape) < 2 or self.kind == "f32":
+        """F32, F16 or Q8_0. A router is F32, as in llama.cpp."""
+        if len(self.shape) < 2 or self.kind == "f32" or self.name.endswith(".mlp.gate.weight"):
             return "F32"
-        if self.kind == "q8_0" and self.stored.shape[1] % 32 == 0:
+        if self.kind == "q8_0" and self.shape[-1] % 32 == 0:
             return "Q8_0"
         return "F16"
 
@@ -113,22 +129,27 @@ class _Tensor:
         """Add the tensor's name, shape and type to the header."""
         dtype = self.gguf.GGMLQuantizationType[self.dtype]
         block, size = self.gguf.GGML_QUANT_SIZES[dtype]
-        nbytes = math.prod(self.stored.shape) // block * size
-        writer.add_tensor_info(name, self.stored.shape, np.dtype("f4"), nbytes, raw_dtype=dtype)
+        nbytes = math.prod(self.shape) // block * size
+        writer.add_tensor_info(name, self.shape, np.dtype("f4"), nbytes, raw_dtype=dtype)
 
     def read(self) -> np.ndarray:
         """Return the values as the file has them.
 
         Raises UserError if they are not finite, or too large for f16.
         """
-        values = self.stored.read_finite()
+        if ".experts." in self.name:
+            return np.stack([self._read(stored) for stored in self.stored])
+        return self._read(self.stored[0])
+
+    def _read(self, stored):
+        values = stored.read_finite()
         if self.heads:
             values = pairs_from_halves(values, self.heads)
         if self.dtype == "Q8_0":
             return self.gguf.quants.quantize(values, self.gguf.GGMLQuantizationType.Q8_0)
         if self.dtype == "F16" and np.abs(values).max() > LARGEST_F16:
             raise UserError(
-                f"{listed([self.stored.name])} holds values above {LARGEST_F16:.0f}, the largest "
+                f"{listed([stored.name])} holds values above {LARGEST_F16:.0f}, the largest "
                 "of f16: use --type f32"
             )
         return np.ascontiguousarray(values, np.float32 if self.dtype == "F32" else np.float16)
@@ -155,6 +176,13 @@ def _architecture(config: ModelConfig) -> str:
         raise UserError(f"xtrain writes no Gemma 3 to GGUF: {ELSEWHERE}")
     if not c.family or c.sliding_window:
         raise UserError(f"llama.cpp has no model with {c.features}")
+    if c.n_experts and not (
+        c.family == "Qwen3Moe" and c.renormalized_experts and not c.dense_layers
+    ):
+        raise UserError(
+            "xtrain writes experts to GGUF of a Qwen3-MoE with experts in every layer and "
+            f"norm_topk_prob: {ELSEWHERE}"
+        )
     name = ARCHITECTURES[c.family]
     if name == "smollm3" and c.no_rope_layers != tuple(
         range(NO_ROPE_EVERY - 1, c.n_layers, NO_ROPE_EVERY)
@@ -198,6 +226,10 @@ def _add_config(gguf: Any, writer: Any, c: ModelConfig, kind: Kind) -> None:
     writer.add_rope_dimension_count(c.head_dim)
     writer.add_rope_freq_base(c.rope_theta)
     writer.add_layer_norm_rms_eps(c.norm_eps)
+    if c.n_experts:
+        writer.add_expert_count(c.n_experts)
+        writer.add_expert_used_count(c.experts_per_token)
+        writer.add_expert_feed_forward_length(c.expert_hidden_dim)
     scaling = c.rope_scaling or {}
     if c.rope_type in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType[c.rope_type.upper()])

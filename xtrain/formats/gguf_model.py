@@ -8,6 +8,7 @@ stands for, in any precision of xtrain.
     llama     Llama, Mistral; rows of a head of q and k in Meta's order, pairs (gguf_file.py)
     qwen2, qwen3, smollm3
     gemma3    Gemma 3 (text), whose norms have 1 + w in the file
+    qwen3moe  Qwen3-MoE, with the matrices of all experts of a layer in one tensor
 
 Types of tensors: those that the package `gguf` dequantizes. Names of keys: gguf.constants. How
 SentencePiece's scores become merges: its class bpe::Model.
@@ -24,12 +25,12 @@ from typing import Any
 import numpy as np
 
 from .. import files
-from ..config import LARGEST
 from ..data.tokenizer_files import MORE_TEMPLATES, TEMPLATE
 from ..device import cache_folder
 from ..errors import UserError
 from ..json_files import listed, reading
 from ..option_fields import one_line
+from ..rope_scalings import LARGEST
 from .architectures import ARCHITECTURES, Architecture
 from .gguf_names import BEGINS_LLAMA3, NO_ROPE_EVERY, PRE_TOKENIZERS, ROTATES_PAIRS
 from .gguf_tensors import INDEX, library
@@ -42,6 +43,7 @@ CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
 LAYERS_27B = 62  # by which llama.cpp knows Gemma 3 27B, whose scores have another scale
 ROPE_FACTORS = "rope_freqs.weight"
@@ -214,7 +216,7 @@ def _config(file: _File) -> dict[str, Any]:
         raise file.refused("it has no token_embd.weight, a matrix")
     config |= {
         "architectures": [CLASSES[file.architecture]],
-        "model_type": file.architecture,
+        "model_type": ARCHITECTURES[CLASSES[file.architecture]].model_type,
         "vocab_size": int(table.shape[1]),
         "num_key_value_heads": file.own("attention.head_count_kv", heads),
         "head_dim": width,
@@ -226,6 +228,15 @@ def _config(file: _File) -> dict[str, Any]:
     if file.architecture == "smollm3":
         layers = range(1, config["num_hidden_layers"] + 1)
         config["no_rope_layers"] = [int(i % NO_ROPE_EVERY != 0) for i in layers]
+    if file.architecture == "qwen3moe":
+        config |= {
+            "num_experts": file.own("expert_count"),
+            "num_experts_per_tok": file.own("expert_used_count"),
+            "moe_intermediate_size": file.own("expert_feed_forward_length"),
+            "norm_topk_prob": True,  # fixed in llama.cpp
+        }
+    elif file.own("expert_count"):
+        raise file.refused(f"xtrain reads experts of qwen3moe, not of {file.architecture}")
     if file.architecture == "gemma3":
         return config | _gemma3(file, config)
     return config | _window(file)
@@ -237,7 +248,6 @@ def _gemma3(file: _File, config: dict[str, Any]) -> dict[str, Any]:
     if config["num_hidden_layers"] == LAYERS_27B:
         scalar = config["hidden_size"] // config["num_attention_heads"]
     return {
-        "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": scalar,
         LOCAL_THETA: file.own_number("rope.freq_base_swa", 10000.0),
@@ -328,7 +338,14 @@ def _index(file: _File, config: dict[str, Any]) -> dict[str, list[Any]]:
         if file.architecture in ROTATES_PAIRS:
             counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
             heads = config.get(counts.get(theirs.split(".")[-2], ""), 0)
-        index[theirs] = [kind, shape, int(tensor.data_offset), heads]
+        offset = int(tensor.data_offset)
+        if len(shape) == 3:  # one matrix for each expert
+            each = int(tensor.n_bytes) // shape[0]
+            for e in range(shape[0]):
+                own = theirs.replace(".experts.", f".experts.{e}.")
+                index[own] = [kind, shape[1:], offset + e * each, 0]
+        else:
+            index[theirs] = [kind, shape, offset, heads]
     return index
 
 
@@ -341,8 +358,10 @@ def _tensor_names(layers: int, architecture: Architecture) -> Iterator[str]:
             yield f"model.layers.{i}.self_attn.{part}_proj.bias"
         for part in ("self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj"):
             yield f"model.layers.{i}.{part}.weight"
-        for part in ("mlp.down_proj", "input_layernorm", "post_attention_layernorm"):
+        for part in ("mlp.down_proj", "input_layernorm", "post_attention_layernorm", "mlp.gate"):
             yield f"model.layers.{i}.{part}.weight"
+        for part in ("gate", "up", "down"):
+            yield f"model.layers.{i}.mlp.experts.{part}_proj.weight"
         if "sandwich_norms" in architecture.fields:
             yield f"model.layers.{i}.pre_feedforward_layernorm.weight"
             yield f"model.layers.{i}.post_feedforward_layernorm.weight"

@@ -42,6 +42,7 @@ from .architectures import (
     tensor_shapes,
     translate,
 )
+from .expert_files import mixtral_name
 from .generation_config import FILE as GENERATION
 from .generation_config import read_generation
 from .gguf_tensors import file_of, tensors_of
@@ -450,13 +451,16 @@ def written_tensors(model: Any, dtype: str = "float32") -> dict[str, Any]:
     """
     kind = {x.name: x for x in DTYPES.values()}[dtype]
     subtracted = offset_of_norms(model)
+    own_names = bool(model.variation) or model.adapter is not None
     tensors = {}
-    for name, tensor in sorted(model.named_parameters(), key=lambda item: item[0]):
+    for name, tensor in model.named_parameters():
         offset = subtracted if is_norm(name) else 0.0
         if offset or dtype != "float32":
             tensor = Converted(tensor, kind, offset)
+        if model.saved_config.family == "Mixtral" and not own_names:
+            name = mixtral_name(name)
         tensors[name] = tensor
-    return tensors
+    return dict(sorted(tensors.items()))
 
 
 def offset_of_norms(model: Any) -> float:

@@ -6,8 +6,8 @@ Both styles: rope_theta and rope_scaling at the top (transformers 4), or rope_pa
 import math
 from typing import Any
 
-from ..config import LARGEST, ROPE_SCALINGS
 from ..errors import UserError
+from ..rope_scalings import ROPE_SCALINGS, is_positive
 
 LOCAL_THETA = "rope_local_base_freq"  # of Gemma 3's layers with a window
 
@@ -86,8 +86,3 @@ def _yarn(scaling: dict[str, Any], max_seq_len: int) -> dict[str, Any]:
     else:
         factor = size(1)
     return {"attention_factor": factor} | parameters
-
-
-def is_positive(value: Any) -> bool:
-    """Return True for a number above 0 that is not out of range."""
-    return type(value) in (int, float) and 0 < value < LARGEST

@@ -23,6 +23,7 @@ import numpy as np
 from ..config import ModelConfig
 from ..errors import UserError
 from ..kernels.cross_entropy import IGNORE, count_targets
+from ..kernels.experts.expert_order import expert_order
 from ..kernels.rope import rope_tables
 from ..nn import functional as F
 from ..nn.autograd import Function, Tensor, no_grad
@@ -129,6 +130,9 @@ class Draw:
     W = property(lambda d: d.O + d.pad + d.V)  # rows of a matrix with adapters of rank G
     AA = property(lambda d: 2 * d.G)  # rows of both a
     OV = property(lambda d: d.O + d.V)  # rows of both b
+    E = property(lambda d: d.G + d.pad)  # experts, of which G compute a row
+    EFF = property(lambda d: d.E * d.FF)  # rows of the matrices of all experts
+    EC = property(lambda d: d.E * d.C)
     slices = property(lambda d: [(0, d.O), (d.O + d.pad, d.V)])
     cos = property(lambda d: rope_tables(d.D, d.T, 100.0)[0])
     sin = property(lambda d: rope_tables(d.D, d.T, 100.0)[1])
@@ -142,6 +146,12 @@ class Draw:
         """Return n target ids; every id that is a multiple of 3 becomes IGNORE."""
         ids = self.ids(n, below)
         return np.where(ids % 3 == 0, IGNORE, ids)
+
+    @property
+    def experts(self):
+        """Return G of E experts for each of N rows."""
+        scores_NE = np.random.default_rng(self.N).random((self.N, self.E))
+        return np.argsort(scores_NE, 1)[:, : self.G].astype(np.int32)
 
     @functools.cached_property
     def model(self):
@@ -180,6 +190,9 @@ CASES: dict[str, tuple[str | None, Callable]] = {
     "swiglu_linear": ("gu: N FF, w: O F", lambda d, gu, w: SwiGLULinear.apply(gu, w)),
     "geglu": ("gu: N FF", lambda d, gu: F.geglu(gu)),
     "geglu_linear": ("gu: N FF, w: O F", lambda d, gu, w: SwiGLULinear.apply(gu, w, True)),
+    "routing": ("logits: N E", lambda d, x: F.routing(x, d.G, d.causal)[1]),
+    "router_loss": ("logits: N E", lambda d, x: F.router_loss(x, expert_order(d.experts, d.E).counts_E, 0.7, 0.3)),
+    "expert_mlp": ("x: N C, weights: N G, gate_up: EFF C, down: EC F", lambda d, x, w, gu, down: F.expert_mlp(x, w, gu, down, d.experts)),
     "silu": ("x: N F", lambda d, x: F.silu(x)),
     "cross_entropy": ("logits: N P", lambda d, x: F.cross_entropy(x, (t := d.targets(d.N, d.V)), d.V, count_targets(t))),
     "logits": ("x: N C, w: P C", lambda d, x, w: F.logits(x, w)),

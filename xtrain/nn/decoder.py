@@ -18,13 +18,12 @@ from ..config import ModelConfig
 from ..device import Array
 from . import functional as F
 from .deferred import Stream, parts_of
-from .modules import Embedding, Linear, Module, RMSNorm
+from .experts import MixtureOfExperts
+from .modules import STD, Embedding, Linear, Module, RMSNorm
 from .observers import in_layer
 from .recompute import recompute
 from .sequences import Sequences
 from .tensor import Tensor
-
-STD = 0.02  # of the initialisation
 
 
 class Attention(Module):
@@ -73,6 +72,27 @@ class Attention(Module):
         q = q_norm(q.reshape(-1, D)).reshape(q.shape)
         k = k_norm(k.reshape(-1, D)).reshape(k.shape)
         return sequences.attention(sequences.rope(q), sequences.rope(k), v, scale)
+
+
+class JointNormAttention(Attention):
+    """With one RMSNorm over all query heads of a row, and one over all its key heads (OLMoE)."""
+
+    def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
+        super().__init__(c, rotary, window)
+        self.q_norm = RMSNorm(c.n_heads * c.head_dim, c.norm_eps)
+        self.k_norm = RMSNorm(c.n_kv_heads * c.head_dim, c.norm_eps)
+
+    def attend(self, sequences: Sequences, qkv: Tensor) -> Tensor:
+        """Compute everything between the two products: (N, (H + 2G) D) -> (N, H D)."""
+        c = self.config
+        if self.window:
+            sequences = sequences.windowed(self.window)
+        if not self.rotary:
+            sequences = sequences.unrotated()
+        q, k, v = sequences.split_heads(qkv, c.n_heads, c.n_kv_heads)
+        q = self.q_norm(q.reshape(q.shape[0], -1)).reshape(q.shape)
+        k = self.k_norm(k.reshape(k.shape[0], -1)).reshape(k.shape)
+        return sequences.attention(sequences.rope(q), sequences.rope(k), v, c.attention_scale)
 
 
 class MLP(Module):
@@ -135,6 +155,12 @@ class Decoder(Module):
         self.embed_tokens = Embedding(c.vocab_size, c.padded_vocab_size, c.dim, STD)
         block = SandwichBlock if c.sandwich_norms else Block
         self.layers = [block(c, i not in c.no_rope_layers, c.window(i)) for i in range(c.n_layers)]
+        for i, layer in enumerate(self.layers):
+            if c.joint_qk_norm:
+                rotary = i not in c.no_rope_layers
+                layer.self_attn = JointNormAttention(c, rotary, c.window(i))
+            if c.has_experts(i):
+                layer.mlp = MixtureOfExperts(c)
         self.norm: Module = RMSNorm(c.dim, c.norm_eps)
         self.scale = c.dim**0.5 if c.scaled_embedding else 1.0
 

@@ -22,6 +22,7 @@ from numpy.typing import DTypeLike
 from ..device import Array
 from ..kernels.attention.key_bounds import UNBOUNDED, KeyBounds
 from ..kernels.decoding.sampling import UNCHANGED, Sampling
+from ..kernels.experts.expert_order import ExpertOrder
 from . import fp8 as _fp8
 from .deferred import Deferred, Gated, Logits, Stream, linear_of, matching
 from .functions import (
@@ -31,12 +32,15 @@ from .functions import (
     CastGradient,
     CausalSoftmax,
     Embedding,
+    ExpertMLP,
     LoraLinear,
     Narrow,
     QKNormRope,
     Reshape,
     RMSNorm,
     Rope,
+    RouterLoss,
+    Routing,
     Scale,
     SiLU,
     SwapHeads,
@@ -188,6 +192,48 @@ def swiglu(gu_N2F: Tensor) -> Tensor:
 def geglu(gu_N2F: Tensor) -> Tensor:
     """Return gelu(gate) up, with the tanh form of GELU: otherwise as swiglu."""
     return Gated(gu_N2F, gelu=True)
+
+
+def routing(
+    logits_NE: Tensor, K: int, renormalized: bool = False, bias_E: Array | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the K experts of each row, (N, K) int32, and their weights (N, K), float32.
+
+    logits (N, E). See kernels/experts/routing.py. Of equal logits the lower expert is chosen.
+
+    renormalized: the weights of a row are divided by their sum.
+    bias: (E,) float32, added to the probabilities to choose; it does not weight.
+    """
+    return Routing.apply(logits_NE, K, renormalized, bias_E)
+
+
+def router_loss(logits_NE: Tensor, counts_E: Array, balance: float, z: float) -> Tensor:
+    """Return two terms of the loss of a router, shape (1,). See kernels/experts/routing.py.
+
+    counts: (E,) int32, how many rows each expert computes: ExpertOrder.counts_E.
+    balance: weight of the loss that is smallest for equal counts. z: of that for small logits.
+    """
+    return RouterLoss.apply(logits_NE, counts_E, balance, z)
+
+
+def expert_mlp(
+    x_NC: Tensor,
+    weights_NK: Tensor,
+    gate_up_RC: Tensor,
+    down_RF: Tensor,
+    experts_NK: Array,
+    order: ExpertOrder | None = None,
+) -> Tensor:
+    """Return the sum over the K experts of each row of weight down(swiglu(gate_up x)): (N, C).
+
+    x (N, C). See kernels/experts/grouped_product.py.
+
+    experts, weights: (N, K) int32 and float32, of routing.
+    gate_up: (E 2F, C), of each expert first F rows of gate. down: (E C, F). Both in the dtype of x.
+    order: kernels/experts/expert_order.py of the experts; None: it is computed here if necessary.
+        In inference few rows need none (kernels/experts/expert_gemv.py).
+    """
+    return ExpertMLP.apply(x_NC, weights_NK, gate_up_RC, down_RF, experts_NK, order)
 
 
 def silu(x: Tensor) -> Tensor:

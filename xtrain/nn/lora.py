@@ -23,7 +23,8 @@ from .model import Transformer
 from .modules import Linear, Parameter
 from .tensor import Tensor
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS_OF_MLP = ("gate_proj", "up_proj", "down_proj")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *TARGETS_OF_MLP)
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,13 @@ class AdaptedTransformer(Transformer):
         seed: of their initialisation; None: they are zero.
         world: see nn.Arena.
         """
+        inside = [name for name in lora.targets if name in TARGETS_OF_MLP]
+        if self.config.n_experts and inside:
+            others = " ".join(name for name in TARGETS if name not in TARGETS_OF_MLP)
+            raise UserError(
+                f"experts cannot have LoRA adapters, but the targets are {', '.join(inside)}: give "
+                f"--lora-targets {others}"
+            )
         self.frozen = shapes_of(self)
         self.base_arena = self.arena
         matrices = [

@@ -23,18 +23,22 @@ from ..kernels.primitives.tiles import WIDTHS
 from ..option_words import own_word
 from ..options import described, find_function, name_of
 from . import functional as F
-from .decoder import MLP, STD, Attention, Block, Decoder, SandwichBlock
+from .decoder import MLP, Attention, Block, Decoder, JointNormAttention, SandwichBlock
+from .experts import MixtureOfExperts
 from .fp8 import HEAD, Fp8Scales, check_tokens
 from .generation import generate
 from .loss_functions import linear_kept_tokens, linear_top_logprobs
 from .mode import is_training
-from .modules import Embedding, Linear, Module, Parameter, RMSNorm
+from .modules import STD, Embedding, Linear, Module, Parameter, RMSNorm
 from .sequences import PackedSequences, RotaryTables, Sequences
 from .tensor import Tensor
 from .variation import changed_modules, changed_tensors, listed, overrides, with_layers
 
 Precision = Literal["auto", "fp32", "bf16", "fp8", "float32", "bfloat16"]
-STANDARD = (Decoder, Block, SandwichBlock, Attention, MLP, Embedding, Linear, RMSNorm)
+STANDARD = (
+    Decoder, Block, SandwichBlock, Attention, JointNormAttention, MLP, MixtureOfExperts, Embedding,
+    Linear, RMSNorm,
+)  # fmt: skip
 
 
 def bf16_obstacle(device: str, head_dim: int) -> str:
@@ -148,6 +152,8 @@ class Transformer(Module):
                 "this GPU has no fp8 products, which need compute capability 8.9 (Ada): choose "
                 "precision bf16"
             )
+        if self.config.n_experts:
+            raise UserError("precision fp8 is not supported for a mixture of experts: choose bf16")
         if not trainable:
             raise UserError(
                 "precision fp8 is not supported with adapters (--lora) or for serving: choose bf16"
@@ -201,6 +207,7 @@ class Transformer(Module):
     ) -> Tensor:
         """Return the mean cross-entropy over the targets that are not -100, in nats; shape ().
 
+        The losses of the routers of a mixture are not part of it: nn/router_losses.py.
         The logits never exist as a whole, and this call already computes their gradient: use
         no_grad if no backward follows. Without any target the loss is 0. Raises UserError like
         calling the model.

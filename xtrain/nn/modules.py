@@ -25,7 +25,9 @@ tensor as a view under its Hugging Face name.
 
 import itertools
 import math
+import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,6 +45,7 @@ from .tensor import Tensor, Version
 
 # floats: every parameter starts at a multiple of 256 bytes, for 16-byte loads and cuBLAS
 ALIGN = 64
+STD = 0.02  # of the initialisation of a model's matrices
 
 
 class _ArenaTensor(Tensor):
@@ -494,9 +497,7 @@ class Module:
 
     def zero_grad(self) -> None:
         """Set all gradients to 0. Call it before the first backward of each step, which adds.
-
-        Raises UserError if the model was made with trainable=False.
-        """
+        Raises UserError if the model was made with trainable=False."""
         self.arena.zero_grad()
 
 
@@ -511,20 +512,21 @@ def _items(name, value):
 
 def _tree(module):
     """Return lines: the module with its own tensors, then, indented, those of its modules."""
-    tensors, children = [], []
+    tensors: Counter[str] = Counter()  # those of experts differ in a number
+    children = []
     for attribute, value in vars(module).items():
         for path, item in _items(attribute, value):
             if isinstance(item, Parameter):
-                tensors += [
-                    f"{path if suffix == 'weight' else suffix} {(rows, *item.declared_shape[1:])}"
-                    for suffix, rows in item.parts.items()
-                ]
+                for suffix, rows in item.parts.items():
+                    name = re.sub(r"\.\d+\.", ".N.", path if suffix == "weight" else suffix)
+                    tensors[f"{name} {(rows, *item.declared_shape[1:])}"] += 1
             elif isinstance(item, Module):
                 children.append((path, _tree(item)))
     total = sum(
         sum(p.parts.values()) * math.prod(p.declared_shape[1:]) for _, p in module.storage()
     )
-    lines = [", ".join([f"{type(module).__name__}: {total:,}", *tensors])]
+    shown = (f"{n} x {line}" if n > 1 else line for line, n in tensors.items())
+    lines = [", ".join([f"{type(module).__name__}: {total:,}", *shown])]
     for found, group in itertools.groupby(children, key=lambda child: child[1]):
         paths = [path for path, _ in group]
         numbered = len(paths) > 2 or paths[-1][-1].isdigit()

@@ -40,6 +40,10 @@ def quantize_weights(model: Transformer, kind: str) -> None:
         raise UserError(f"weights {kind!r} is not known: choose {', '.join(WEIGHTS)}")
     if kind == "full":
         return
+    if model.config.n_experts:
+        raise UserError(
+            f"weights {kind!r} are not supported for a mixture of experts: choose weights full"
+        )
     adapted = None
     if isinstance(model, AdaptedTransformer) and model.lora:
         adapted = model

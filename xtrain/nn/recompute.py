@@ -23,6 +23,7 @@ Less memory costs time: one more forward of the recomputed part, at most a third
 1, backward 2).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ from ..device import Array
 from ..kernels.runtime.invariance import batch_invariant, is_batch_invariant
 from .autograd import Function
 from .mode import recording
+from .router_losses import RouterLosses, router_losses
 from .tensor import Tensor, as_tuple
 
 
@@ -42,7 +44,25 @@ def recompute(f: Callable[..., Any], *inputs: Tensor) -> Any:
     """
     if not any(x.requires_grad for x in inputs):
         return f(*inputs)
-    return Recompute.apply(f, *inputs)
+    losses = router_losses()
+    if losses is None:
+        return Recompute.apply(f, *inputs)
+    counts: list[Array] = []
+    again = functools.partial(_with_terms, f, losses, counts)
+    results = as_tuple(Recompute.apply(again, *inputs))
+    losses.counts += counts  # of the run that has ended: backward's run adds nothing
+    n = len(results) - (len(counts) if losses.has_terms() else 0)
+    losses.terms += results[n:]
+    return results[0] if n == 1 else results[:n]
+
+
+def _with_terms(f, losses, counts, *inputs):
+    """Return what f returns, then the terms of the loss that it collects, one for each of counts."""
+    own = RouterLosses(losses.balance, losses.z)
+    with own.collected():
+        out = as_tuple(f(*inputs))
+    counts += own.counts
+    return (*out, *own.terms)
 
 
 class Recompute(Function):

@@ -5,7 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import ModelConfig
+from .experts import MixtureOfExperts
 from .modules import Module, Parameter
+
+NO_EXPERTS: dict[str, Any] = dict(
+    n_experts=0, experts_per_token=0, expert_hidden_dim=0, dense_layers=(), expert_bias=False
+)
 
 
 def overrides(module: Module, kind: type, name: str) -> bool:
@@ -22,7 +27,12 @@ def with_layers(config: ModelConfig, layers: Sequence[Module]) -> ModelConfig:
     full: tuple[int, ...] = ()
     if config.sliding_window:
         full = tuple(i for i, x in attentions if getattr(x, "window", None) == 0)
-    return replace(config, n_layers=len(layers), no_rope_layers=no_rope, full_attention_layers=full)
+    shape: dict[str, Any] = {"no_rope_layers": no_rope, "full_attention_layers": full}
+    if config.n_experts:
+        mlps = [getattr(layer, "mlp", None) for layer in layers]
+        dense = tuple(i for i, x in enumerate(mlps) if not isinstance(x, MixtureOfExperts))
+        shape |= NO_EXPERTS if len(dense) == len(layers) else {"dense_layers": dense}
+    return replace(config, n_layers=len(layers), **shape)
 
 
 def changed_modules(model: Module, plain: Module, standard: tuple[type, ...]) -> list[str]:
@@ -53,9 +63,11 @@ def changed_settings(module: Module, plain: Module) -> list[str]:
 
 
 def of_layer(setting: Any) -> Any:
-    """Return a setting of a layer; of a config only what does not count the layers."""
+    """Return a setting of a layer; of a config only what does not count the layers, or the experts,
+    which a MixtureOfExperts has itself."""
     if isinstance(setting, ModelConfig):
-        return replace(setting, n_layers=1, no_rope_layers=(), full_attention_layers=())
+        of_one = dict.fromkeys(("no_rope_layers", "full_attention_layers"), ())
+        return replace(setting, n_layers=1, **of_one, **NO_EXPERTS)
     return setting
 
 

@@ -18,6 +18,8 @@ from ..device import Array, resolve_device, synchronize, to_numpy
 from ..errors import UserError
 from ..formats import saved_runs
 from ..kernels.elementwise import add_fwd
+from ..kernels.experts.load_balance import add_counts
+from ..kernels.runtime.launch import zeros
 from ..nn.autograd import Tensor
 from ..nn.model import Transformer
 from ..nn.modules import Parameter
@@ -218,6 +220,15 @@ class DataParallel(SingleDevice):
         self.losses: list[Array] = []  # of this rank's micro-batches in the current step
         self.all_losses: Array = None  # of all ranks
         self.largest: Array = None  # in fp8: the largest number of each matrix on each rank
+        c = model.config
+        self.loads: Array = None  # with biases of routers: the load of the experts of each rank
+        if c.expert_bias:
+            if config.sharded:
+                raise UserError("--expert-bias is not supported with --zero 1: give --zero 0")
+            numbers = sum(c.has_experts(i) for i in range(c.n_layers)) * c.n_experts
+            width = -(-numbers // 4) * 4  # whole units of 16 bytes
+            self.loads = zeros(arena.grads, ranks.world * width, np.int32)
+            self.collectives.register(self.loads)
         if model.fp8 is not None:
             self.largest = model.fp8.divide(ranks.rank, ranks.world)
             self.collectives.register(self.largest)
@@ -264,6 +275,17 @@ class DataParallel(SingleDevice):
             norm = self.collectives.gather_1(norm)
             self.collectives.join()
         return norm, self.all_losses
+
+    def sum_load(self, load_LE: Array) -> None:
+        if load_LE.size:
+            own_N = load_LE.reshape(-1)
+            loads_RN = self.loads.reshape(self.ranks.world, -1)[:, : own_N.size]
+            loads_RN[self.ranks.rank][...] = own_N
+            self.collectives.all_gather(self.loads, 0, self.loads.size)
+            self.collectives.join()
+            own_N.fill(0)
+            for load_N in loads_RN:
+                add_counts(own_N, load_N)
 
     # ------------------------------------------------------------------------- between steps
     def check_identical(self, optimizer: AdamW, step: int) -> None:

@@ -13,6 +13,7 @@ from .pictures import image
 from .record import Record
 from .style import table, tiles
 
+EXPERTS = "experts of "  # begins a key of layers.jsonl
 MOST_EVENTS = 30
 MOST_SAMPLES = 40
 MOST_ROLLOUTS = 32
@@ -77,6 +78,7 @@ def curves(run: Record) -> str:
         ),
         *tasks(run),
         layer_norms(run),
+        expert_loads(run),
         *timing(run),
     ]
     switch = axis_switch([run.axes])
@@ -260,14 +262,36 @@ def fp8(run: Record) -> str:
 
 def layer_norms(run: Record) -> str:
     """Return the chart of the gradient norm of each layer."""
-    names = [
-        name for name in dict.fromkeys(k for line in run.layers for k in line) if name != "step"
-    ]
+    names = [name for name in _layer_keys(run) if not name.startswith(EXPERTS)]
     lines = [
         Curve(name, run.points(name, run.layers), by_depth(i, len(names)))
         for i, name in enumerate(names)
     ]
     return chart(run, "Gradient norm per layer", "before clipping", *lines, log=True)
+
+
+def expert_loads(run: Record) -> str:
+    """Return the chart of the most tokens that an expert of each layer got, compared with the mean."""
+    names = [name for name in _layer_keys(run) if name.startswith(EXPERTS)]
+    lines = []
+    for i, name in enumerate(names):
+        largest = [
+            {"step": line["step"], name: _largest_load(line.get(name))} for line in run.layers
+        ]
+        points = [(x, y) for x, y in run.points(name, largest) if y is not None]
+        lines.append(Curve(name.removeprefix(EXPERTS), points, by_depth(i, len(names))))
+    return chart(run, "Largest expert load per layer", "times the mean of the layer", *lines)
+
+
+def _largest_load(counts):
+    if not isinstance(counts, list) or not all(type(n) is int and n >= 0 for n in counts):
+        return None
+    return max(counts) * len(counts) / sum(counts) if any(counts) else None
+
+
+def _layer_keys(run):
+    keys = dict.fromkeys(key for line in run.layers for key in line)
+    return [key for key in keys if key != "step"]
 
 
 def timing(run: Record) -> list[str]:

@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..errors import UserError
+from ..formats.expert_files import active_share
 from ..nn.draft_heads import DraftHeads
 from ..nn.model import Transformer
 from ..nn.quantized import quantize_weights
@@ -173,7 +174,11 @@ class Engine:
 
     def _limits(self) -> Limits:
         heads = self.cache.heads
-        n_weights = sum(p.size for _, p in self.model.storage() if p.decay)
+        n_weights = sum(
+            p.size * active_share(self.config, next(iter(p.parts)))
+            for _, p in self.model.storage()
+            if p.decay
+        )
         return Limits(
             max_batch=self.max_batch,
             max_seq_len=self.max_seq_len,
@@ -185,7 +190,7 @@ class Engine:
             run_ahead=self.runner.run_ahead,
             trained_length=self.cache.trained_length,
             pass_flops=PREFILL_FLOPS[self.model.device],
-            token_flops=2 * n_weights,
+            token_flops=int(2 * n_weights),
             past_flops=4 * self.config.n_heads * heads[0].D * len(heads),
         )
 

@@ -444,8 +444,11 @@ def _observed_heads(model: Transformer) -> list[Heads]:
         sequences = _Observer(1, 2, *model.rotary(2), model.branch_dtype, "none", heads)
         with inference():
             hidden_NC = model.hidden(ids, sequences)
-        last_rows.append(to_numpy(hidden_NC.data)[-1].tobytes())
-    if last_rows[0] != last_rows[1]:
+        last_rows.append(to_numpy(hidden_NC.data)[-1].astype(np.float32))
+    # products round a row differently if an expert computes it alone, or with others
+    rounding = 1e-4 if hidden_NC.dtype == np.float32 else 0.02
+    largest = float(np.abs(last_rows[0]).max())
+    if not np.allclose(*last_rows, rtol=0, atol=rounding * largest, equal_nan=True):
         raise UserError(
             "the engine cannot serve this model, one of whose layers reads other tokens without "
             "the KV cache: let it call `attend` or `attention` of its sequences"

@@ -4,13 +4,15 @@ uses.
 MFU = floating-point operations that the model's mathematics needs per second / peak of the GPU in
 the precision in use. Per token these are 6 per matrix parameter (2 in the forward pass, 4 in the
 backward; the embedding look-up needs none; 4 for a frozen matrix, which needs no gradient) and 12 L
-H D T / 2 for causal attention; with a sliding window W < T, T / 2 becomes W - W^2 / 2T. Draft heads are
-trained on a forward pass alone; each multiplies with the model's head.
+H D T / 2 for causal attention; with a sliding window W < T, T / 2 becomes W - W^2 / 2T. Of E experts
+K count, those that compute a token. Draft heads are trained on a forward pass alone; each multiplies
+with the model's head.
 """
 
 import math
 
 from ..device import cupy
+from ..formats.expert_files import active_share
 from ..formats.huggingface import shapes_of
 from ..nn.lora import frozen_shapes
 from ..nn.model import Transformer
@@ -45,7 +47,11 @@ def flops_per_token(model: Transformer, T: float) -> float:
     """
     c = model.saved_config
     trained, frozen = (
-        sum(math.prod(x) for n, x in shapes.items() if len(x) == 2 and "embed_tokens" not in n)
+        sum(
+            math.prod(x) * active_share(c, n)
+            for n, x in shapes.items()
+            if len(x) == 2 and "embed_tokens" not in n
+        )
         for shapes in (shapes_of(model), frozen_shapes(model))
     )
     # the table is used as a matrix too

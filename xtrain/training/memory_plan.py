@@ -57,6 +57,8 @@ KINDS = {  # what an op's forward allocates; ops that are not listed go by their
     "Attention": "attention",
     "SwiGLU": "SwiGLU",
     "SwiGLULinear": "outputs of projections",
+    "Routing": "experts",
+    "ExpertMLP": "experts",
     "CrossEntropy": "logits",
     "LinearCrossEntropy": "gradients of the head",
     "LinearDistillation": "gradients of the head",

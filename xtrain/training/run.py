@@ -26,12 +26,15 @@ from ..kernels.runtime.launch import Specialization, compile_noted, note_launche
 from ..kernels.skip_nonfinite import skip_unless_finite
 from ..nn.autograd import Tensor, no_grad
 from ..nn.cuda_graph import Graphed
+from ..nn.expert_bias import ExpertBiases
 from ..nn.model import Transformer
 from ..nn.modules import Arena
 from ..nn.optim import COSINE, AdamW, Decay, learning_rate
+from ..nn.router_losses import RouterLosses
 from ..run_options import RunOptions
 from . import checkpoint
 from .checkpoint import Snapshot
+from .expert_loads import expert_loads
 from .nonfinite import first_nonfinite
 from .phase_timer import NoPhaseTimer
 from .single_device import SingleDevice
@@ -85,6 +88,7 @@ class Run:
     metric: what --patience is about, without --best.
     val_loss: (step, loss) of the last validation, or of what --best names; smaller is better.
     ended: why the run ends before its last step; "" if it does not.
+    expert_loads: of the last validation, tokens by layer and expert: expert_loads.py.
     skipped: skipped steps, as far as the host has read the numbers.
     """
 
@@ -110,10 +114,12 @@ class Run:
             )
         self.parallel.attach(config, model)
         self.ranks = ranks = self.parallel.ranks
+        self.expert_biases = ExpertBiases(model, config.expert_bias_rate)
         self.optimizer = self.make_optimizer()
         self.loader = corpus.loader(c.batch, c.seq_len, c.seed, ranks.rank, ranks.world)
         self.done = 0
         self.val_loss: tuple[int, float] | None = None
+        self.expert_loads: dict[str, list[int]] = {}
         self.ended = ""
         # skipped steps in a row: counted on the device, and the value that the host has read
         self.skips_in_a_row = zeros(model.arena.grads, 1, np.int32)
@@ -189,20 +195,38 @@ class Run:
         (1,)
         """
         self.model.zero_grad()
+        self.expert_biases.begin_step()
         losses = []
         for part, last in self.micro_batches(batch):
             self.phase_timer.begin("forward")
-            loss = self.loss(part, inv_count)
+            with self.router_losses().collected() as routers:
+                loss = self.loss(part, inv_count)
+            losses.append(loss.data.reshape(1))
+            self.expert_biases.count(routers)
+            if routers.terms:
+                loss = routers.added_to(loss, self._share(part, batch))
             self.phase_timer.begin("backward")
             self.parallel.backward(loss, last)  # after the last: gradients are sums over all ranks
-            losses.append(loss.data.reshape(1))
         total = functools.reduce(add_fwd, losses)
         self.phase_timer.begin("optimizer")
         norm, factor = self.parallel.clip(self.optimizer, self.config.clip)
         norms_and_losses = self.parallel.gather_norm_and_loss(norm, total)
         skip_unless_finite(factor, self.skips_in_a_row, *norms_and_losses, self.config.max_skips)
         self.optimizer.apply(hyper, factor)
+        self.parallel.sum_load(self.expert_biases.load_LE)
+        self.expert_biases.move()
         return total, norm
+
+    def router_losses(self) -> RouterLosses:
+        """Return what the routers of a mixture of experts add to the loss of one forward pass. It is
+        no part of the loss that is logged."""
+        return RouterLosses(self.config.balance_loss, self.config.router_z_loss)
+
+    def _share(self, part, batch):
+        """Return the part's share of the batch of all ranks, (1,) on the device."""
+        share_1 = zeros(self.skips_in_a_row, 1, np.float32)
+        share_1.fill(part.ids.shape[0] / batch.ids.shape[0] / self.ranks.world)
+        return share_1
 
     def noted_step(self, batch: Any) -> dict[tuple, Specialization]:
         """Return what a step with this batch launches and has not been compiled. Its kernels do not
@@ -298,7 +322,19 @@ class Run:
 
     @no_grad()
     def validate(self) -> tuple[float, float]:
-        """Return (mean loss in nats per token, bits per byte) over the fixed validation batches."""
+        """Return (mean loss in nats per token, bits per byte) over the fixed validation batches.
+
+        Of a mixture of experts, also set expert_loads.
+        """
+        with expert_loads(self.model.config) as loads:
+            numbers = self._validate()
+        names = list(loads)
+        sums = self.ranks.sum(np.array([loads[name] for name in names], float).reshape(-1).tolist())
+        rows = np.array(sums, int).reshape(len(names), -1).tolist() if names else []
+        self.expert_loads = dict(zip(names, rows))
+        return numbers
+
+    def _validate(self):
         c = self.config
         ranks = self.ranks
         nats = 0.0
@@ -324,6 +360,8 @@ class Run:
         """Validate, and log the result. log: RunLog or NullRunLog."""
         loss, bpb = self.validate()
         log.validation(self.done, loss, bpb, self.corpus.bigram_bpb)
+        if self.expert_loads:
+            log.layers(self.done, self.expert_loads)
 
     def sample(self) -> str:
         """Return the prompt continued with temperature 0.8, top-k 50; if that fails, the reason:

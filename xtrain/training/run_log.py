@@ -5,8 +5,8 @@ metrics.jsonl   reproducible numbers only: step, loss, grad_norm, lr; at validat
                 --eval-tasks FILE/METRIC, as quiz/acc. A value that is not finite is null; "skipped"
                 says why a step changed nothing, "spike" by how many standard deviations a loss
                 exceeds the ones before it
-layers.jsonl    gradient norm of each layer, before clipping, about 100 times in a run;
-                reproducible too
+layers.jsonl    gradient norm of each layer, before clipping, about 100 times in a run; of a mixture
+                of experts, how many tokens of a validation each expert got; reproducible too
 timing.jsonl    tokens per second, MFU (flops.py), milliseconds per step and phase (phase_timer.py),
                 peak memory, seconds that the run has taken, without the time between a stop and
                 --resume; different in every run
@@ -170,9 +170,9 @@ class RunLog:
             line = "  ".join([*fields, f"ETA {timedelta(seconds=round(eta))}"])
             self.console.print(line, highlight=False, soft_wrap=True)
 
-    def layers(self, step: int, norms: dict[str, float]) -> None:
-        """Log the gradient norm of each layer."""
-        self.record("layers.jsonl", {"step": step, **norms})
+    def layers(self, step: int, numbers: dict[str, Any]) -> None:
+        """Log a number, or several, of each layer."""
+        self.record("layers.jsonl", {"step": step, **numbers})
 
     def validation(self, step: int, loss: float, bpb: float, bigram_bpb: float | None) -> None:
         """Log a validation. loss: nats per token.

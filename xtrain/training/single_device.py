@@ -75,6 +75,9 @@ class SingleDevice:
         Called after `clip`."""
         return norm, loss
 
+    def sum_load(self, load_LE: Array) -> None:
+        """Replace the load of experts (ExpertBiases) by that of all ranks."""
+
     # ------------------------------------------------------------------------- between steps
     def check_identical(self, optimizer: AdamW, step: int) -> None:
         """Raises UserError, on every rank, if the ranks do not hold the same weights, bit for

@@ -30,6 +30,7 @@ from ..nn.lora import TARGETS, AdaptedTransformer, Lora
 from ..nn.model import Transformer
 from ..run_options import (
     RESUME_KEYS,
+    ExpertOptions,
     OptimizerOptions,
     ParallelOptions,
     RowOptions,
@@ -50,7 +51,7 @@ MAX_HEADS = 16
 
 
 @dataclass(frozen=True)
-class AdapterOptions(ParallelOptions, OptimizerOptions):
+class AdapterOptions(ParallelOptions, ExpertOptions, OptimizerOptions):
     """What fine-tuning and reinforcement learning share: a model in --init, all of whose weights or
     adapters are trained."""
 
@@ -79,6 +80,8 @@ class AdapterOptions(ParallelOptions, OptimizerOptions):
     # steps between checkpoints; 0: only the one at the end; none: a third of all steps
     save_every: int | None = None
     weight_decay: float = 0.0  # decoupled weight decay of matrices; norms have none
+    balance_loss: float = 0.0  # weight of the loss that balances the experts of a mixture; 0: none
+    router_z_loss: float = 0.0  # weight of a loss that keeps the router's logits small; 0: none
 
     answers: ClassVar[bool] = True
 

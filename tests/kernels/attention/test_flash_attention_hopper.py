@@ -18,9 +18,8 @@ from xtrain.config import ModelConfig
 from xtrain.kernels.attention import flash_attention as fa
 from xtrain.kernels.attention import flash_attention_hopper as hopper
 from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
-from xtrain.kernels.attention import flash_attention_hopper_parts as parts
 from xtrain.kernels.attention.flash_attention_hopper_table import TABLE, HopperPlan, HopperTiles
-from xtrain.kernels.primitives import tma
+from xtrain.kernels.primitives import hopper_tiles, tma
 from xtrain.kernels.primitives.tma import mappable, tensor_maps
 from xtrain.kernels.runtime import compile as compile_file
 from xtrain.kernels.runtime.compiler import cuda
@@ -172,7 +171,9 @@ def test_chosen_tiles_fit(choice):
     assert step % 16 == 0 and step <= 256 and tiles.stages >= 2
     # a copy of statistics does not cross into the next head
     assert kind != "dkdv" or backward.PAD % step == 0
-    few, many = parts.registers(tiles.warpgroups, per_sm, 24 if (kind, D) == ("dkdv", 128) else 0)
+    few, many = hopper_tiles.registers(
+        tiles.warpgroups, per_sm, 24 if (kind, D) == ("dkdv", 128) else 0
+    )
     assert 128 * (few + tiles.warpgroups * many) * per_sm <= 65536
     # accumulators and operands that are live at the same time, plus about 24 registers
     sizes = {"fwd": step / 2 + step / 4 + D / 2, "dq": step + step / 4 + D / 2}
@@ -181,7 +182,7 @@ def test_chosen_tiles_fit(choice):
 
 @cuda.jit
 def find_tile_kernel(found, blocks, planes, together):
-    found[cuda.threadIdx.x, 0], found[cuda.threadIdx.x, 1] = parts.find_tile(
+    found[cuda.threadIdx.x, 0], found[cuda.threadIdx.x, 1] = hopper_tiles.find_tile(
         cuda.threadIdx.x, blocks, planes, together
     )
 

@@ -26,13 +26,14 @@ pytestmark = [pytest.mark.slow, only_slow]
 
 FILES = (
     "primitives.hopper",
+    "primitives.hopper_tiles",
     "attention.flash_attention_hopper_sequences",
     "attention.flash_attention_hopper_parts",
     "attention.flash_attention_hopper",
     "attention.flash_attention_hopper_dkdv",
     "attention.flash_attention_hopper_bwd",
 )
-INSTRUCTIONS, _, PARTS, FWD, DKDV, BWD = FILES
+INSTRUCTIONS, TILES, _, PARTS, FWD, DKDV, BWD = FILES
 PLANS = {
     "fwd": HopperPlan(HopperTiles(step=16, warpgroups=1, stages=2, blocks=1, own=1), planes=0),
     "dq": HopperPlan(HopperTiles(step=32, warpgroups=1, stages=2, blocks=1, own=2), planes=0),
@@ -111,8 +112,8 @@ BUGS = {
     "stage not waited for": (PARTS, "        mbarrier_wait(free + 8 * stage, ((it // STAGES) & 1) ^ 1)\n", "", AsyncError, "fwd"),
     "too few bytes expected": (PARTS, "        mbarrier_arrive_expect_tx(full, RING)", "        mbarrier_arrive_expect_tx(full, RING // 2)", KernelError, "fwd"),
     "too many bytes expected": (PARTS, "mbarrier_arrive_expect_tx(full, QUERIES * ROWS)", "mbarrier_arrive_expect_tx(full, 2 * QUERIES * ROWS)", DeadlockError, "fwd"),
-    "barriers not shown to the copy engine": (PARTS, "            mbarrier_init_fence()\n", "", AsyncError, "fwd"),
-    "threads meet no barrier that is made": (PARTS, "            mbarrier_init_fence()\n        cuda.syncthreads()", "            mbarrier_init_fence()", AsyncError, "fwd"),
+    "barriers not shown to the copy engine": (TILES, "            mbarrier_init_fence()\n", "", AsyncError, "fwd"),
+    "threads meet no barrier that is made": (TILES, "            mbarrier_init_fence()\n        cuda.syncthreads()", "            mbarrier_init_fence()", AsyncError, "fwd"),
     "one warp's arrival for four": (FWD, "make_barriers(4 * WGS,", "make_barriers(1,", KernelError, "fwd"),
     "map not acquired": (FWD, "            acquire_map(maps, OUT)\n", "            pass\n", AsyncError, "fwd"),
     "tiles off their boundary": (PARTS, "HEADER = 1024", "HEADER = 512", AsyncError, "fwd"),
@@ -134,12 +135,12 @@ BUGS = {
     "tile of another stage": (FWD, "            mbarrier_wait(base + V_FULL + 8 * stage, phase)\n            for _", "            for _", AsyncError, "fwd"),
     "past the end of shared memory": (FWD, "lse = lse_BHT.reshape(-1)\n    shared = fwd_shared_bytes(D, tiles)", "lse = lse_BHT.reshape(-1)\n    shared = fwd_shared_bytes(D, tiles) - 1024", OutOfBoundsError, "fwd"),
     # results
-    "no fence before the results leave": (PARTS, "        fence_proxy_async()\n", "", AsyncError, "fwd"),
-    "rows leave before all lanes have written them": (PARTS, "        cuda.syncwarp()\n        if lane == 0:", "        if lane == 0:", UninitializedError, "fwd"),
+    "no fence before the results leave": (TILES, "        fence_proxy_async()\n", "", AsyncError, "fwd"),
+    "rows leave before all lanes have written them": (TILES, "        cuda.syncwarp()\n        if lane == 0:", "        if lane == 0:", UninitializedError, "fwd"),
     "rows overwritten while they leave": (FWD, "        stores_done()  # of the previous tile\n", "", AsyncError, "fwd"),
-    "stores not committed": (PARTS, "            tma_store_commit()\n", "", AsyncError, "fwd"),
+    "stores not committed": (TILES, "            tma_store_commit()\n", "", AsyncError, "fwd"),
     "end before the stores are read": (FWD, "        stores_done()\n\n    return consume", "        return\n\n    return consume", AsyncError, "fwd"),
-    "rows not swizzled": (PARTS, "((n ^ g) << 4)", "(n << 4)", WRONG, "fwd"),
+    "rows not swizzled": (TILES, "((n ^ g) << 4)", "(n << 4)", WRONG, "fwd"),
     # backward
     "K given back while dQ reads it": (BWD, "                if i > 0:\n                    mbarrier_arrive(base + K_FREE + 8 * before)\n", "                mbarrier_arrive(base + K_FREE + 8 * stage)\n", KernelError, "bwd"),
     "statistics overwritten while they are read": (DKDV, "                        cuda.syncwarp()  # all lanes have read its statistics\n", "", AsyncError, "bwd"),

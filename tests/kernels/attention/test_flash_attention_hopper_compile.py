@@ -1,18 +1,13 @@
 """The kernels for compute capability 9.0 compile for sm_90a without a GPU: registers as planned, nothing spilled.
 
-numba-cuda compiles for sm_90a; plain Numba for sm_90, and as inline PTX passes through unread, its target is renamed here.
 What this needs is in offline.py; ptxas must not be older than NVVM.
 """
 
-import inspect
 import re
-import subprocess
-import types as python_types
 
 import pytest
-from numba import cuda, types
-from numba.cuda import dispatcher
-from offline import give_up, nvvm, once_each, only_all, ptxas
+from numba import types
+from offline import check_sm_90a, compile_for_sm_90a, nvvm, once_each, only_all
 
 from xtrain.kernels.attention import flash_attention_hopper as hopper
 from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
@@ -50,20 +45,6 @@ ONE_OF_EACH = [
 ONE_OF_EACH += PAGED[::2]
 
 
-def compile_for_sm_90a(monkeypatch, kernel, signature, threads, per_sm) -> str:
-    """-> PTX"""
-    here = python_types.SimpleNamespace(compute_capability=(9, 0))
-    monkeypatch.setattr(dispatcher, "get_current_device", lambda: here)
-    options = {"device": False, "abi": "numba", "output": "ptx"}
-    if "launch_bounds" in inspect.signature(cuda.compile).parameters:
-        more = {"cc": (9, 0, "a"), "launch_bounds": (threads, per_sm)}
-        return cuda.compile(kernel.py_func, signature, **options, **more)[0]
-    ptx = cuda.compile(kernel.py_func, signature, **options, cc=(9, 0))[0]
-    bounds = f".maxntid {threads}, 1, 1\n.minnctapersm {per_sm}\n{{"
-    ptx = re.sub(r"(\.visible \.entry[^{]*)\{", lambda m: m.group(1) + bounds, ptx, count=1)
-    return re.sub(r"\.target sm_90\b", ".target sm_90a", ptx)
-
-
 def check(monkeypatch, tmp_path, choice, key_bounds=0):
     kind, D, causal, tiles = choice
     threads, per_sm = 128 * (tiles.warpgroups + 1), tiles.blocks
@@ -72,24 +53,7 @@ def check(monkeypatch, tmp_path, choice, key_bounds=0):
         at = signature.index(COUNTER)
         signature = (*signature[: at - 1], COUNTER, *signature[at:])
     ptx = compile_for_sm_90a(monkeypatch, kernel, signature, threads, per_sm)
-    name = kernel.py_func.__name__
-    assert not re.search(r"\.f64\b", ptx), f"{name} computes in float64"
-    assert ".local " not in ptx, f"{name} keeps an array in local memory"
-    assert re.search(r"\.extern \.shared \.align 1024 ", ptx), "tiles need their alignment"
-    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.4d", "setmaxnreg.inc"):
-        assert instruction in ptx
-    if not ptxas():
-        give_up("no ptxas: the registers are not checked")
-    (tmp_path / "kernel.ptx").write_text(ptx)
-    command = [ptxas(), "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
-    report = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    if "Unsupported .version" in report.stderr:
-        give_up(f"this ptxas is older than the PTX: {report.stderr.strip()[:90]}")
-    assert report.returncode == 0, report.stderr
-    assert "serialized" not in report.stderr, "too few registers: the products run one by one"
-    assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", report.stderr), report.stderr
-    registers = int(re.search(r"Used (\d+) registers", report.stderr).group(1))
-    assert registers <= 65536 // (threads * per_sm) // 8 * 8
+    check_sm_90a(tmp_path, kernel, ptx, threads, per_sm)
 
 
 @pytest.mark.parametrize("choice", ONE_OF_EACH, ids=str)

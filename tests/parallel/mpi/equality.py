@@ -24,13 +24,16 @@ STAGES = ("naive", "flat", "overlap", "bucket")
 SHAPE = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48, max_seq_len=16)
 
 
-def make_run(folder, ranks, batch=8, recompute="none", tied=False, some_ignored=False, **more):
+def make_run(
+    folder, ranks, batch=8, recompute="none", tied=False, some_ignored=False, mixture=None, **more
+):
     """A run of a small model. ranks None: a single process.  more: options."""
     world = ranks.world if ranks else 1
     micro = more.pop("micro_batch", batch // world)
     config = options(folder, batch=batch, micro_batch=micro, **more)
     corpus = prepare(config.data, config.vocab_size)
-    shape = ModelConfig(vocab_size=corpus.vocab_size, tie_embeddings=tied, **SHAPE)
+    shape = SHAPE | (mixture or {}) | {"vocab_size": corpus.vocab_size, "tie_embeddings": tied}
+    shape = ModelConfig(**shape)
     model = Transformer(shape, 5, config.device, config.precision, recompute, world)
     run = Run(config, model, corpus, divided(ranks))
     if some_ignored:  # a different number on every rank
@@ -121,6 +124,23 @@ def muon(folder):
         if n == 2 and name.endswith("0"):  # a sum of two numbers has one value
             assert np.array_equal(weights, reference), name
         np.testing.assert_allclose(weights, reference, atol=2e-5, err_msg=f"{n} ranks, {name}")
+
+
+def experts(folder):
+    """The z-loss is a mean over the rows, however they are divided; the balance loss is not one."""
+    kind = dict(mixture=dict(n_experts=4, experts_per_token=2), balance_loss=0.0, router_z_loss=0.1)
+    variants = {
+        f"{dp} {zero}": dict(dp=dp, zero=zero) for dp, zero in (("naive", 0), ("bucket", 1))
+    }
+    found = compare(folder, (2,), variants, **kind, micro_batch=2)
+    found |= compare(folder, (2,), {"muon": dict(zero=1)}, **kind, optimizer="muon")
+    biased = kind | {"mixture": kind["mixture"] | {"expert_bias": True}}
+    compare(folder, (2,), {"biased": dict(zero=0)}, **biased, expert_bias_rate=0.01)
+    if found:
+        np.testing.assert_allclose(found[2, "bucket 1"], found[2, "naive 0"], atol=2e-5)
+    ranks = some_ranks(2)
+    if ranks is not None:
+        some_steps(make_run(folder, ranks, **kind | {"balance_loss": 0.1}))  # equal on both ranks
 
 
 def matrices_stay_whole(folder):
@@ -366,6 +386,7 @@ CHECKS = [
     tied_embeddings_recompute_and_ignored_targets,
     three_ranks,
     muon,
+    experts,
     matrices_stay_whole,
     bf16_communication_stays_close,
     validation_is_global,

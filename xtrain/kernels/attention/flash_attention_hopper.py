@@ -38,6 +38,7 @@ from ..primitives.hopper import (
     mbarrier_wait,
     shared_base,
 )
+from ..primitives.hopper_tiles import PANEL_ROW, find_tile, make_store, registers, split
 from ..primitives.ptx import device, kernel, let_next_start, store1, wait_for_previous
 from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import exp2, fmax, log2, warp_id
@@ -50,9 +51,7 @@ from .flash_attention_hopper_parts import (
     LN2,
     LOG2E,
     LOWEST,
-    PANEL_ROW,
     declare_mapped_cost,
-    find_tile,
     key_layout,
     make_barriers,
     make_clear_tail,
@@ -61,9 +60,6 @@ from .flash_attention_hopper_parts import (
     make_keys,
     make_own,
     make_skip,
-    make_store,
-    registers,
-    split,
 )
 from .flash_attention_hopper_sequences import INVALID, VALID, make_sequences
 from .flash_attention_hopper_table import TABLE, HopperPlan, HopperTiles, exact_plan
@@ -212,7 +208,7 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
         at = base + O + warp * (16 * PANEL_ROW)
         row = w0 + 16 * (warp & 3)
         if not PAGED or row + 16 <= head.T:
-            store_rows(o, factor, at, Q_PANEL, maps, OUT, head.first + row, head.h, head.batch)
+            store_rows(o, factor, at, Q_PANEL, maps, OUT, 0, head.first + row, head.h, head.batch)
         else:
             lane = int32(cuda.threadIdx.x & 31)
             for r in range(2):

@@ -36,6 +36,7 @@ from ..primitives.hopper import (
     mbarrier_wait,
     shared_base,
 )
+from ..primitives.hopper_tiles import PANEL_ROW, find_tile, make_store, registers, split
 from ..primitives.ptx import device, kernel, let_next_start, load1, load8, store1, wait_for_previous
 from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import exp2, warp_id
@@ -46,10 +47,8 @@ from .flash_attention_hopper import Gpu, Work, choose, launch_tiles
 from .flash_attention_hopper_dkdv import dkdv_shared_bytes, make_dkdv_kernel
 from .flash_attention_hopper_parts import (
     LOG2E,
-    PANEL_ROW,
     SIDE,
     declare_mapped_cost,
-    find_tile,
     key_layout,
     make_barriers,
     make_elements,
@@ -57,9 +56,6 @@ from .flash_attention_hopper_parts import (
     make_keys,
     make_own,
     make_skip,
-    make_store,
-    registers,
-    split,
 )
 from .flash_attention_hopper_table import HopperPlan, HopperTiles
 from .key_bounds import UNBOUNDED, KeyBounds
@@ -217,7 +213,7 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
         stores_done()  # of the previous tile
         b, h = split(bh, H)
         at = base + DQ + warp * (16 * PANEL_ROW)
-        store_rows(dq, factor, at, Q_PANEL, maps, OUT, w0 + 16 * (warp & 3), h, b)
+        store_rows(dq, factor, at, Q_PANEL, maps, OUT, 0, w0 + 16 * (warp & 3), h, b)
 
     @device
     def consume(base, maps, stats, first, T, S, PADDED, B, H, together, scale):

@@ -31,6 +31,7 @@ from ..primitives.hopper import (
     tma_load,
     tma_load_row,
 )
+from ..primitives.hopper_tiles import PANEL_ROW, find_tile, make_store, registers, split
 from ..primitives.ptx import device, kernel, wait_for_previous
 from ..primitives.tensor_cores import exp2, opaque, warp_id
 from ..runtime.compiler import cuda, float32, int32, int64, uint32, uint64
@@ -38,19 +39,14 @@ from .flash_attention_hopper_parts import (
     HEADER,
     LOG2E,
     NEXT_TILE,
-    PANEL_ROW,
     SIDE,
     TILE_FULL,
     declare_mapped_cost,
-    find_tile,
     leave,
     make_barriers,
     make_elements,
     make_own,
-    make_store,
     next_tile,
-    registers,
-    split,
 )
 from .flash_attention_hopper_table import HopperTiles
 from .key_bounds import make_last_query
@@ -284,9 +280,9 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
         at = to + warp * (16 * PANEL_ROW)
         factor[0] = float32(1.0)
         factor[1] = float32(1.0)
-        store_rows(dv, factor, at + V, KV_PANEL, maps, OUT + 1, row, g, b)
+        store_rows(dv, factor, at + V, KV_PANEL, maps, OUT + 1, 0, row, g, b)
         factor[0], factor[1] = scale, scale
-        store_rows(dk, factor, at + K, KV_PANEL, maps, OUT, row, g, b)
+        store_rows(dk, factor, at + K, KV_PANEL, maps, OUT, 0, row, g, b)
         stores_done()
 
     @device

@@ -28,17 +28,12 @@ from ..primitives.hopper import (
     fence_proxy_async,
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
-    mbarrier_init,
-    mbarrier_init_fence,
     mbarrier_wait,
     post,
     read_post,
-    store_shared,
     tma_load,
-    tma_store,
-    tma_store_commit,
-    tma_store_wait,
 )
+from ..primitives.hopper_tiles import PANEL_ROW, find_tile, make_set_up, split
 from ..primitives.ptx import device, wait_for_previous
 from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import opaque, pack_bf16
@@ -64,20 +59,6 @@ NEXT_TILE = 24
 # statistics for backward alternate: SIDE rows of lse log2 e, SIDE rows of delta, the next SIDE of
 # lse log2 e
 SIDE = 16
-PANEL_ROW = 128  # bytes of a row of a panel
-
-
-def registers(warpgroups: int, per_sm: int, producer: int = 0) -> tuple[int, int]:
-    """Return registers of a producer's and of a consumer's thread; in total no more than the launch
-    gives the block.
-
-    A setmaxnreg that requests more never returns. A launch gives every thread the same number, a
-    multiple of 8.
-    """
-    producer = producer or (32 if warpgroups == 3 else 40)
-    alike = 65536 // (128 * (warpgroups + 1) * per_sm) // 8 * 8
-    consumer = (alike * (warpgroups + 1) - producer) // warpgroups // 8 * 8
-    return producer, min(consumer, 240)
 
 
 def declare_mapped_cost(kernel, products: int, causal: bool, window: int = 0) -> None:
@@ -97,28 +78,6 @@ def declare_mapped_cost(kernel, products: int, causal: bool, window: int = 0) ->
 
 
 # ------------------------------------------------------------------ which block computes which tile
-@device
-def split(i, n):
-    """Return i // n, i % n for i >= 0, n > 0: an unsigned division of 32 bits is enough."""
-    quotient = int32(uint32(i) // uint32(n))
-    return quotient, int32(i - quotient * n)
-
-
-@device
-def find_tile(tile, blocks, planes, together):
-    """Number of a tile -> (block of rows, plane). A plane is one head of one sequence.
-
-    Order: block 0 of `together` planes, then block 1 of the same planes, ..., then the next planes.
-    So what all running blocks read at one time fits into the L2 cache.
-    """
-    turn, rest = split(tile, together * blocks)
-    width = planes - turn * together
-    if width > together:
-        width = together
-    block, plane = split(rest, width)
-    return block, turn * together + plane
-
-
 @device
 def next_tile(counter):
     """Return the next tile for a block that is free. Block b begins with tile b. counter: two zeros
@@ -180,21 +139,9 @@ def make_own(OWN: int) -> OwnedTiles:
 def make_barriers(ARRIVALS, OWN, FULLS, FREES):
     """Return set_up(base): one thread initializes the block's barriers. FULLS, FREES: byte offsets
     of those of the stages"""
-    N = len(FULLS)
-
-    @device
-    def set_up(base):
-        if cuda.threadIdx.x == 0:
-            for i in range(OWN):
-                mbarrier_init(base + NEXT_TILE * i + TILE_FULL, 1)
-                mbarrier_init(base + NEXT_TILE * i + TILE_FREE, ARRIVALS)
-            for i in range(N):
-                mbarrier_init(base + FULLS[i], 1)
-                mbarrier_init(base + FREES[i], ARRIVALS)
-            mbarrier_init_fence()
-        cuda.syncthreads()
-
-    return set_up
+    own_fulls = tuple(NEXT_TILE * i + TILE_FULL for i in range(OWN))
+    own_frees = tuple(NEXT_TILE * i + TILE_FREE for i in range(OWN))
+    return make_set_up(ARRIVALS, own_fulls + FULLS, own_frees + FREES)
 
 
 # ------------------------------------------------ forward and dQ: a block owns queries, keys stream
@@ -528,47 +475,3 @@ def make_elements(COLUMNS: int) -> Elements:
                     s[i] = cuda.selp(int32(8 * n + c) > int32(hi[r] - at), NEG_INF, s[i])
 
     return Elements(clear, pack, hide_after, hide_before, hide_below, hide_above)
-
-
-@functools.cache
-def make_store(D):
-    """Return store_rows, stores_done: write results through shared memory by TMA, a warp's 16 rows
-    at a time.
-
-    store_rows(acc, factor, at, panel, maps, i, row, h, b)  writes bf16(acc * factor[half of the
-    rows]) to shared memory from
-                                                            `at` on, panels `panel` bytes apart, and
-                                                            starts the copy to rows `row`, row + 1,
-                                                            ... of map i
-    stores_done()
-        waits until the shared memory may be written again
-    """
-    PANELS = D // PANEL
-
-    @device
-    def store_rows(acc, factor, at, panel, maps, i, row, h, b):
-        lane = int32(cuda.threadIdx.x & 31)
-        g = lane >> 2
-        # opaque: otherwise its addresses are computed, and spilled, before the loop
-        at = uint32(opaque(int32(at)))
-        for p in range(PANELS):
-            for n in range(8):
-                for r in range(2):
-                    j = 32 * p + 4 * n + 2 * r
-                    offset = PANEL_ROW * (g + 8 * r) + ((n ^ g) << 4) + 4 * (lane & 3)
-                    pair = pack_bf16(acc[j] * factor[r], acc[j + 1] * factor[r])
-                    store_shared(at + p * panel + offset, pair)
-        fence_proxy_async()
-        cuda.syncwarp()
-        if lane == 0:
-            for p in range(PANELS):
-                tma_store(maps, i, at + p * panel, PANEL * p, row, h, b)
-            tma_store_commit()
-
-    @device
-    def stores_done():
-        if cuda.threadIdx.x & 31 == 0:
-            tma_store_wait()
-        cuda.syncwarp()
-
-    return store_rows, stores_done

@@ -97,6 +97,17 @@ def load_floats(code, registers, address):
     code.set_registers(registers, values)
 
 
+@intrinsic()
+def add_pair(code, x, i, pair):
+    """Add pair[0:2] to x[i : i + 2], without waiting for the old values. "red", .v2.f32
+
+    The sum is x[i] + pair[0], rounded once, if no other thread adds to these elements.
+    x: flat, float32, in global memory. i: even. pair: a register array of 2 float32.
+    """
+    text = "red.relaxed.gpu.global.add.v2.f32 [$0], {$1, $2};"
+    code.asm(text, None, [code.address(x, i, GLOBAL), *code.registers(pair, 2)], memory=True)
+
+
 # ----------------------------------------------------------------------------- barriers
 mbarrier_init = instruction(
     "mbarrier_init",
@@ -309,14 +320,15 @@ def down_rows(rows) -> tuple[int, ...]:
     return tuple(16 * 128 * k for k in range(rows // 16))
 
 
-def make_wgmma(n, a_steps, b_steps, b_rows=False, accumulate=False):
+def make_wgmma(n, a_steps, b_steps, b_rows=False, accumulate=False, a_rows=False):
     """Return product(acc, a, b): a warpgroup starts acc (64 x n) = A B^T. "wgmma.mma_async"
 
     acc may be read after the function of make_wgmma_wait. A and B are bf16, acc is float32.
     n: a multiple of 8 from 8 to 256.
     b_steps: the starts of the 16-deep slices of B, in bytes after its descriptor `b`.
     a_steps: those of A; None: A is in registers, uint32, 4 per slice.
-    b_rows: a slice of B is 16 rows (B is read transposed: A B), not 16 columns.
+    a_rows, b_rows: a slice of A or B in shared memory is 16 rows (it is read transposed), not 16
+        columns.
     accumulate: acc += A B^T.
 
     It is one asm statement, from the fence that makes this warpgroup's registers visible to the
@@ -325,8 +337,8 @@ def make_wgmma(n, a_steps, b_steps, b_rows=False, accumulate=False):
     """
     size = n // 2
     in_registers = a_steps is None
-    text = _product_text(n, a_steps, b_steps, b_rows, accumulate)
-    name = f"product_{n}_{a_steps}_{b_steps}_{b_rows}_{accumulate}"
+    text = _product_text(n, a_steps, b_steps, b_rows, accumulate, a_rows)
+    name = f"product_{n}_{a_steps}_{b_steps}_{b_rows}_{accumulate}_{a_rows}"
     declared = {"b": uint64} if in_registers else {"a": uint64, "b": uint64}
 
     @intrinsic(name=name, **declared)
@@ -335,12 +347,12 @@ def make_wgmma(n, a_steps, b_steps, b_rows=False, accumulate=False):
         before = code.registers(acc, size) if accumulate else []
         _with_accumulator(code, acc, size, text, [*left, b], before)
 
-    simulate_product = simulated.product(n, a_steps, b_steps, b_rows, accumulate)
+    simulate_product = simulated.product(n, a_steps, b_steps, b_rows, accumulate, a_rows)
     simulates(op, collective=WARPGROUP)(simulate_product)
     return op
 
 
-def _product_text(n, a_steps, b_steps, b_rows, accumulate):
+def _product_text(n, a_steps, b_steps, b_rows, accumulate, a_rows):
     size = n // 2
     in_registers = a_steps is None
     acc = "{" + ",".join(f"${i}" for i in range(size)) + "}"
@@ -354,7 +366,7 @@ def _product_text(n, a_steps, b_steps, b_rows, accumulate):
         else:
             text.append(f"add.u64 a, ${size}, {a_steps[k] >> 4}; ")
             a = "a"
-            transpose = f"0, {int(b_rows)}"
+            transpose = f"{int(a_rows)}, {int(b_rows)}"
         text.append(
             f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {acc}, {a}, b, p, 1, 1, "
             f"{transpose}; "
@@ -388,6 +400,18 @@ def make_wgmma_wait(n, pending):
     return op
 
 
+def make_wgmma_wait_group(pending):
+    """Return wait(): wait until at most `pending` of the warpgroup's products are in flight.
+
+    The operands of the others may then be overwritten. It names no accumulator, so that one whose
+    next product is in flight is not touched. "wgmma.wait_group"
+    """
+    text = f"wgmma.wait_group.sync.aligned {pending};"
+    op = instruction(f"wait_group_{pending}", text, None)
+    simulates(op, collective=True, last=True)(simulated.wait(pending))
+    return op
+
+
 def make_hold(n):
     """Return hold(acc), no instruction: the arithmetic on acc stays before the code that follows.
 
@@ -406,6 +430,7 @@ simulates(clear_shared)(simulated.clear_shared)
 simulates(post)(simulated.store_shared)
 simulates(read_post)(simulated.read_post)
 simulates(load_floats)(simulated.load_floats)
+simulates(add_pair)(simulated.add_pair)
 simulates(mbarrier_init)(simulated.mbarrier_init)
 simulates(mbarrier_init_fence)(lambda thread, site: thread.block.engines.show_barriers(thread))
 simulates(mbarrier_arrive_expect_tx)(simulated.mbarrier_arrive_expect_tx)

@@ -11,7 +11,7 @@ import functools
 
 import numpy as np
 
-from ...simulator.errors import RaceError, where
+from ...simulator.errors import KernelError, RaceError, where
 from ...simulator.memory import BASE, _Bytes
 from ...simulator.scalars import Int32, UInt32
 from .tensor_cores import add_products
@@ -70,6 +70,14 @@ def load_floats(thread, site, registers, address):
     engines.read(thread, first, end, engines.clocks[:, thread.index], site, "")
     for j, value in enumerate(engines.bytes[4 * first : 4 * end].view(np.float32)):
         thread.store(registers, j, value, site)
+
+
+def add_pair(thread, site, x, i, pair):
+    """Add two float32. Checked for races as a load and a store: no other thread may add there."""
+    if int(i) % 2:
+        raise KernelError(f"{site.what}: element {i} is not 8-byte aligned", (site,))
+    for j in range(2):
+        thread.store(x, i + j, thread.load(x, i + j, site) + thread.load(pair, j, site), site)
 
 
 # ----------------------------------------------------------------------------- barriers
@@ -334,10 +342,11 @@ class _Operand:
         values = (halves.astype(np.uint32) << 16).view(np.float32)
         return values.T if self.transposed else values
 
-    def end_column(self):
-        """Return the column of the tile where the last slice ends."""
+    def end(self):
+        """Return the column of the tile where the last slice ends; the row if it is transposed."""
         assert self.first is not None  # a slice has been read
-        return 8 * self.first[1] + 16
+        row, chunk = self.first
+        return 16 + (row if self.transposed else 8 * chunk)
 
     def _check_tags(self, tags, mode, step):
         plane, row, column, swizzle = tags
@@ -394,7 +403,7 @@ def _element_keys(array):
     return range(array.bias + array.start, array.bias + array.start + array.dims[0])
 
 
-def product(n, a_steps, b_steps, b_rows, accumulate):
+def product(n, a_steps, b_steps, b_rows, accumulate, a_rows):
     """Return the simulated product, see hopper.make_wgmma.
 
     The result is computed immediately and becomes readable in wait.
@@ -416,7 +425,7 @@ def product(n, a_steps, b_steps, b_rows, accumulate):
             left = _from_registers(threads, site, [x[1] for x in args], len(b_steps), groups)
         else:
             a = _uniform(threads, site, [x[1] for x in args])
-            operand = _Operand(threads, site, clocks, marks, a, 64, False)
+            operand = _Operand(threads, site, clocks, marks, a, 64, a_rows)
             left = [operand.slice(step) for step in a_steps]
         total = np.zeros((64, n), np.float32)
         if accumulate:
@@ -425,9 +434,10 @@ def product(n, a_steps, b_steps, b_rows, accumulate):
             ]
         for left_slice, step in zip(left, b_steps):
             total = add_products(total, left_slice, right.slice(step).T)
-        if a_steps is not None and not b_rows and operand.end_column() != right.end_column():
-            ends = f"{operand.end_column()} and {right.end_column()}"
-            text = f"the operands end at different columns of their tiles: {ends}"
+        if a_steps is not None and a_rows == b_rows and operand.end() != right.end():
+            axis = "rows" if b_rows else "columns"
+            ends = f"{operand.end()} and {right.end()}"
+            text = f"the operands end at different {axis} of their tiles: {ends}"
             raise engines.error(threads[0], site, text)
         for thread, x, values in zip(threads, args, total[rows, columns]):
             _start_product(thread, x[0], groups[thread.warp - warps[0]], values, site)
@@ -485,7 +495,7 @@ def _start_product(thread, acc, group, values, site):
 
 
 def wait(pending):
-    """Return the simulated wait, see hopper.make_wgmma_wait."""
+    """Return the simulated wait, see hopper.make_wgmma_wait and make_wgmma_wait_group."""
 
     def run(threads, sites, args):
         engines = threads[0].block.engines
@@ -504,8 +514,9 @@ def wait(pending):
             for array in group.inputs:
                 array.writeable = True
                 array.memory.busy = None
-        for thread, (acc,) in zip(threads, args):
-            _complete_product(thread, acc, done, pending, site, engines)
+        for thread, accumulators in zip(threads, args):
+            for acc in accumulators:
+                _complete_product(thread, acc, done, pending, site, engines)
         return [None] * len(threads)
 
     return run

@@ -1,0 +1,47 @@
+"""The biases of routers, which a run moves so that experts get equally many tokens.
+
+Wang et al. 2024: a loss that balances the load disturbs the gradient of the model; a bias that is
+added when experts are chosen, and to nothing else, does not.
+"""
+
+import numpy as np
+
+from ..errors import UserError
+from ..kernels.experts.load_balance import add_counts, move_bias
+from ..kernels.runtime.launch import zeros
+from .experts import MixtureOfExperts
+from .model import Transformer
+from .router_losses import RouterLosses
+
+
+class ExpertBiases:
+    """The biases of a model's routers, and the load of the experts in the current step.
+
+    load_LE: rows of each expert, int32, on the device; (0, 0) for a model without biases.
+    rate: by which a step moves each bias.
+    """
+
+    def __init__(self, model: Transformer, rate: float):
+        mixtures = [m for _, m in model.modules() if isinstance(m, MixtureOfExperts)]
+        self.biases = [m.bias.data for m in mixtures if m.bias is not None]
+        if self.biases and len(self.biases) < len(mixtures):
+            raise UserError("some routers have a bias and others have none: give all of them one")
+        E = self.biases[0].size if self.biases else 0
+        self.load_LE = zeros(model.arena.grads, (len(self.biases), E), np.int32)
+        self.rate = rate
+
+    def begin_step(self) -> None:
+        """Set the load to 0."""
+        if self.biases:
+            self.load_LE.fill(0)
+
+    def count(self, routers: RouterLosses) -> None:
+        """Add what a forward pass has counted."""
+        if self.biases:
+            for load_E, counts_E in zip(self.load_LE, routers.counts, strict=True):
+                add_counts(load_E, counts_E)
+
+    def move(self) -> None:
+        """Move the biases by the load, which is now that of all ranks."""
+        for bias_E, load_E in zip(self.biases, self.load_LE):
+            move_bias(bias_E, load_E, self.rate)
