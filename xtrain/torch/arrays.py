@@ -165,7 +165,7 @@ class TorchMemory:
         shape = a.shape
         first = (a.data.ptr - a.data.mem.ptr) // a.itemsize
         if block.dtype == dtype and block.numel() == a.size:
-            return block if block.shape == shape else block.view(shape)
+            return block if block.shape == shape else block.resize_(shape)  # no view of it
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         new = torch.empty(0, dtype=dtype, device=self.device)
         return new.set_(block.untyped_storage(), first, shape, strides)
