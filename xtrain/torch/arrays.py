@@ -180,11 +180,11 @@ def run_on_gpu(launcher: Callable, arguments: Sequence[Any], index: int) -> list
             "run `pip install -e '.[gpu]'` (gpu12 for CUDA 12), then `xtrain doctor`"
         )
     cuda = gpu.cuda
-    memory = TorchMemory(_device(index))
+    memory = TorchMemory(cuda_device(index))
     handle = torch._C._cuda_getCurrentRawStream(index)  # a third of current_stream's time
     capturing = torch.cuda.is_current_stream_capturing()
-    before = launch.memory.allocate
-    launch.memory.allocate = memory.allocate
+    before = launch.instead.allocate
+    launch.instead.allocate = memory.allocate
     try:
         if (
             not capturing
@@ -199,7 +199,7 @@ def run_on_gpu(launcher: Callable, arguments: Sequence[Any], index: int) -> list
         with cuda.Device(index), stream, allocator, _allocations_while_capturing(capturing):
             return _results(memory, launcher, arguments)
     finally:
-        launch.memory.allocate = before
+        launch.instead.allocate = before
 
 
 def _results(memory, launcher, arguments):
@@ -208,7 +208,8 @@ def _results(memory, launcher, arguments):
 
 
 @functools.cache
-def _device(index):
+def cuda_device(index: int) -> torch.device:
+    """Return torch's name of a GPU."""
     return torch.device("cuda", index)
 
 

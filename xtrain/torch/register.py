@@ -26,6 +26,9 @@ The launcher's arguments are arrays in place of tensors (arrays.py); lists of te
 arrays. CPU tensors run what the launcher does with NumPy arrays, CUDA tensors what it does with
 CuPy arrays. It returns new arrays, in the order of the results. Arguments that the schema marks as
 changed, `Tensor(a!) x`, are changed in place.
+
+On a GPU the launches of a launcher that only allocates and launches are recorded once for each
+layout of the arguments and repeated (launches.py). So let it choose them by its arguments alone.
 """
 
 import dataclasses
@@ -36,6 +39,7 @@ from typing import Any
 import torch
 
 from .arrays import flattened, run_launcher
+from .launches import Repeatable, aligned
 
 _SAVED = object()  # in place of a tensor that autograd saves
 _libraries: dict[str, torch.library.Library] = {}  # an op exists as long as its Library
@@ -78,7 +82,12 @@ def register_op(
     changed = {i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write}
     dense = {i for i, a in enumerate(arguments) if a.name not in strided} - changed
     gradient_of = _gradient_dtypes(op)
-    run = _implementation(qualified, launcher, changed, dense, gradient_of)
+    lists = any(str(a.type).startswith("List[Tensor") for a in arguments)
+    if changed or lists:
+        compute: Callable = _as_usual(qualified, launcher, changed, dense)
+    else:
+        compute = Repeatable(launcher, frozenset(range(len(arguments))) - dense)
+    run = _implementation(compute, gradient_of)
     for key in ("CPU", "CUDA"):
         library.impl(name, run, key)
     torch.library.register_fake(qualified, fake or _fake_gradients(op, gradient_of), lib=library)
@@ -148,16 +157,11 @@ def _function(name, run, setup, formula):
     return type(name, (torch.autograd.Function,), methods)
 
 
-def _implementation(qualified, launcher, changed, dense, gradient_of):
+def _implementation(compute, gradient_of):
     """Return the function that computes the op for tensors on the CPU or a GPU."""
 
     def run(*arguments):
-        given = list(arguments)
-        for i in changed:
-            _check_in_place(qualified, given[i])
-        for i in dense:
-            given[i] = _contiguous(given[i])
-        results = run_launcher(launcher, given)
+        results = compute(arguments)
         for i, argument in gradient_of.items():
             like = arguments[argument]
             if like is not None and results[i].dtype != like.dtype:
@@ -169,15 +173,25 @@ def _implementation(qualified, launcher, changed, dense, gradient_of):
     return run
 
 
-ALIGNMENT = 16  # bytes: kernels that read so much at once compute the same bits from any tensor
+def _as_usual(qualified, launcher, changed, dense):
+    """Return the function that calls the launcher of an op that is not repeated."""
+
+    def compute(arguments):
+        given = list(arguments)
+        for i in changed:
+            _check_in_place(qualified, given[i])
+        for i in dense:
+            given[i] = _aligned(given[i])
+        return run_launcher(launcher, given)
+
+    return compute
 
 
-def _contiguous(x):
-    """Return contiguous, aligned tensors."""
+def _aligned(x):
+    """Return contiguous, aligned tensors; others as they are."""
     if isinstance(x, torch.Tensor):
-        x = x.contiguous()
-        return x.clone() if x.data_ptr() % ALIGNMENT else x
-    return [_contiguous(y) for y in x] if isinstance(x, (list, tuple)) else x
+        return aligned(x)
+    return [_aligned(y) for y in x] if isinstance(x, (list, tuple)) else x
 
 
 def _check_in_place(qualified, tensors):

@@ -1,0 +1,199 @@
+"""Repeated launches (xtrain/torch/launches.py), with a driver that runs packed parameters in the simulator."""
+
+import ctypes
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch_cases import CASES, with_gradients
+
+import xtrain.torch as xt
+from xtrain import device, simulator
+from xtrain.kernels.runtime import launch as _launch
+from xtrain.kernels.runtime import overlap as _overlap
+from xtrain.kernels.runtime.compiler import COMPILER, cuda, float32, types
+from xtrain.kernels.runtime.launch import empty_like, launch
+from xtrain.simulator import SimArray
+from xtrain.torch import launches as _launches
+
+STREAM = 7
+
+
+@cuda.jit
+def add_one_kernel(y, x):
+    y[cuda.threadIdx.x] = x[cuda.threadIdx.x] + float32(1.0)
+
+
+# of torch_cases; the others copy, call cuBLAS or use tensor maps
+REPEATED = [
+    "rmsnorm",
+    "residual_rmsnorm",
+    "swiglu",
+    "swiglu_packed",
+    "rope",
+    "rope_positions",
+    "norm_rope",
+    "embedding",
+]
+FIRST = 5 if COMPILER == "numba" else 3  # word of an array's shape
+
+
+class Driver:
+    """cuLaunchKernel and memset for memory of the CPU; a handle is the index of a kernel and its types."""
+
+    def __init__(self):
+        self.kernels = []
+        self.started = []
+
+    def load_function(self, kernel, signature, shared, code=None):
+        self.kernels.append((kernel, signature))
+        return len(self.kernels) - 1, None
+
+    def launch(self, handle, gx, gy, gz, bx, by, bz, shared, stream, pointers, extra):
+        assert stream == STREAM
+        kernel, signature = self.kernels[handle]
+        self.started.append(kernel.py_func.__name__)
+        words = iter((ctypes.c_void_p * 200).from_address(pointers))
+        args = [self.argument(kind, words) for kind in signature]
+        simulator.run(kernel, (gx, gy, gz), (bx, by, bz), *args, shared=shared)
+
+    def launch_with(self, config, handle, pointers, extra):
+        sizes = [
+            getattr(config, f"{what}Dim{axis}") for what in ("grid", "block") for axis in "XYZ"
+        ]
+        self.launch(handle, *sizes, config.sharedMemBytes, config.hStream, pointers, extra)
+        return (0,)
+
+    def memset(self, address, value, nbytes, stream):
+        assert stream == STREAM
+        ctypes.memset(address, value, nbytes)
+
+    def argument(self, kind, words):
+        """Read one argument from the parameters."""
+        from numba.np.numpy_support import as_dtype
+
+        if not isinstance(kind, types.Array):
+            dtype = as_dtype(kind)
+            return dtype.type(
+                np.frombuffer(ctypes.string_at(next(words), dtype.itemsize), dtype)[0]
+            )
+        read = lambda n: [ctypes.c_int64.from_address(next(words)).value for _ in range(n)]
+        head = read(FIRST)
+        address = head[4] if COMPILER == "numba" else head[1]
+        shape = read(kind.ndim)
+        strides = read(kind.ndim)
+        dtype = np.dtype(as_dtype(kind.dtype))
+        if COMPILER != "numba":
+            strides = [n * dtype.itemsize for n in strides]
+        if dtype == np.uint16:
+            dtype = np.dtype(ml_dtypes.bfloat16)
+        nbytes = (
+            dtype.itemsize + sum((n - 1) * s for n, s in zip(shape, strides)) if all(shape) else 0
+        )
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        return np.ndarray(shape, dtype, memory, 0, strides).view(SimArray)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Tensors of the CPU count as those of GPU 0, an H200, of which nothing but the driver exists."""
+    driver = Driver()
+    card = SimpleNamespace(id=0, compute_capability="90")
+    card.attributes = dict(
+        MultiProcessorCount=132, L2CacheSize=60 << 20, MaxSharedMemoryPerBlockOptin=227 << 10,
+        MaxSharedMemoryPerMultiprocessor=228 << 10,
+    )  # fmt: skip
+    cuda = SimpleNamespace(
+        Device=lambda _: card,
+        driver=SimpleNamespace(launchKernel=driver.launch),
+        runtime=SimpleNamespace(getDevice=lambda: 0, memsetAsync=driver.memset),
+    )
+    monkeypatch.setattr(_launch, "load_function", driver.load_function)
+    monkeypatch.setattr(_launch, "_plans", {})
+    bindings = SimpleNamespace(CUlaunchConfig=SimpleNamespace, cuLaunchKernelEx=driver.launch_with)
+    monkeypatch.setattr(_overlap, "_driver", lambda: (bindings, "overlapping", "waiting"))
+    monkeypatch.setattr(_launches, "current_device", lambda: 0)
+    monkeypatch.setattr(_launches, "current_stream", lambda index: STREAM)
+    monkeypatch.setattr(_launches, "cuda_device", lambda index: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
+    with device.use_array_module(SimpleNamespace(cuda=cuda)):
+        yield driver
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", REPEATED)
+def test_the_bits_of_the_launcher(name, dtype, driver, monkeypatch):
+    """Twice, at other addresses the second time."""
+    case = CASES[name]
+    monkeypatch.setattr(_launches, "run_launcher", None)  # nothing goes the usual way
+    both = [case.make(4, dtype) for _ in range(2)]
+    found = []
+    started = []
+    for inputs in both:
+        found.append(with_gradients(case.op, inputs))
+        started.append(list(driver.started))
+        driver.started.clear()
+    compiled = len(driver.kernels)
+    monkeypatch.undo()
+    with xt.simulated():
+        expected = with_gradients(case.op, inputs)
+    for results in found:
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    assert started[0] == started[1] and compiled <= len(started[0])
+
+
+def test_another_layout_is_recorded_anew(driver):
+    """Other strides, alignment, dtypes and modes give other launches, and so does the same tensor twice."""
+    op = xt.register_op(
+        "test_launches::scaled(Tensor x, Tensor y, float factor) -> Tensor z",
+        lambda x, y, factor: (
+            recorded.append((x.strides, x.ctypes.data % 16, factor)) or empty_like(y)
+        ),
+        fake=lambda x, y, factor: torch.empty_like(y),
+        strided=("x",),
+    )
+    recorded = []
+    x = torch.ones(4, 8)
+    y = torch.ones(4, 8)
+    for arguments in (
+        (x, y, 2.0),
+        (x + 1, y, 2.0),
+        (x, y, 3.0),
+        (x.t(), y, 3.0),
+        (x[:, 1:], y, 3.0),
+    ):
+        xt.call(op, *arguments)
+    assert recorded == [((32, 4), 0, 2.0), ((32, 4), 0, 3.0), ((4, 32), 0, 3.0), ((32, 4), 4, 3.0)]
+
+
+def test_what_cannot_be_recorded_runs_as_usual(driver, monkeypatch):
+    """Copies, products, tensor maps, values, arrays of the launcher's own: nothing has started, and the launcher is called."""
+    usual = []
+    monkeypatch.setattr(
+        _launches, "run_launcher", lambda launcher, given: usual.append(launcher) or [given[0]]
+    )
+    own = np.zeros(4, np.float32)
+    x = torch.ones(4, 8)
+    for launcher in (
+        lambda x: x.copy(),
+        lambda x: empty_like(x).__setitem__(..., x),
+        lambda x: x.data.ptr,
+        lambda x: x if x.reshape(-1)[0] > 0 else empty_like(x),
+        lambda x: empty_like(x) if x else x,
+        lambda x: x,
+        lambda x: empty_like(x)[1:],
+        lambda x: (y := empty_like(x), y),
+        lambda x: np.asarray(x),
+        lambda x: launch(add_one_kernel, 1, 32, empty_like(x), own),
+        lambda x: launch(add_one_kernel, 1, 32, empty_like(x), x, resident=True),
+    ):
+        run = _launches.Repeatable(launcher, frozenset())
+        run([x])
+        run([x])
+        assert usual == [launcher, launcher]
+        usual.clear()
+    assert not driver.started
+    assert _launch.instead.launch is None
