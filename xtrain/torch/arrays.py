@@ -192,14 +192,21 @@ def run_on_gpu(launcher: Callable, arguments: Sequence[Any], index: int) -> list
             and cuda.get_current_stream().ptr == handle
         ):
             return _results(memory, launcher, arguments)
-        stream = _streams.get((index, handle))
-        if stream is None:
-            stream = _streams[index, handle] = cuda.ExternalStream(handle, index)
-        allocator = cuda.using_allocator(memory.malloc)
-        with cuda.Device(index), stream, allocator, _allocations_while_capturing(capturing):
+        with on_stream(index, handle, capturing), cuda.using_allocator(memory.malloc):
             return _results(memory, launcher, arguments)
     finally:
         launch.instead.allocate = before
+
+
+@contextlib.contextmanager
+def on_stream(index: int, handle: int, capturing: bool) -> Iterator[None]:
+    """Make a stream of torch CuPy's current one, which may capture a graph."""
+    cuda = cupy().cuda
+    stream = _streams.get((index, handle))
+    if stream is None:
+        stream = _streams[index, handle] = cuda.ExternalStream(handle, index)
+    with cuda.Device(index), stream, _allocations_while_capturing(capturing):
+        yield
 
 
 def _results(memory, launcher, arguments):

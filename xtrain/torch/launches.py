@@ -2,14 +2,15 @@
 
 A launcher in xtrain/kernels chooses its kernels, grids and scalars by shapes, strides, dtypes and
 alignment; it does not read values. So what it does for inputs that agree in these is a list, which
-is recorded once: memory to allocate, memory to clear, kernels with their packed parameters. To
+is recorded once: memory to allocate, to clear, to copy, kernels with their packed parameters. To
 repeat it, the addresses of this call's tensors are written into the parameters. That takes a
 quarter of the launcher's time on the host, and the GPU does the same.
 
 The list is recorded by running the launcher with placeholders, arrays that have a layout and no
 memory. A launcher that does anything else with an array than look at its layout, allocate with
-`empty` and `zeros`, and launch (a copy, a product by cuBLAS, a tensor map, a decision by values)
-fails there with an error before anything has run, and is called as usual from then on.
+`empty` and `zeros`, and launch (a product by cuBLAS, a decision by values) fails there with an
+error before anything has run, and is called as usual from then on. Tensor maps, which contain
+addresses, are made once for each set of addresses.
 """
 
 import copy
@@ -24,7 +25,7 @@ import torch
 
 from ..device import cupy
 from ..kernels.runtime import launch
-from .arrays import TORCH_DTYPES, as_list, cuda_device, numpy_dtype, run_launcher
+from .arrays import TORCH_DTYPES, as_list, cuda_device, numpy_dtype, on_stream, run_launcher
 
 ALIGNMENT = 16  # bytes: what a launcher may ask of an address
 SHIFT = 44  # the placeholder of array n has the address (n + 1) << SHIFT
@@ -86,6 +87,13 @@ class Placeholder:
             address += first * self.strides[axis]
         return Placeholder(self.recording, address, tuple(shape), self.dtype, self.strides)
 
+    def __setitem__(self, where: Any, value: "Placeholder") -> None:
+        """Record that all elements are copied from another array."""
+        same = where is ... and self.dtype == value.dtype and self.shape == value.shape
+        if not (same and self._c_contiguous and value._c_contiguous):
+            raise TypeError("only copies of whole contiguous arrays can be recorded")
+        self.recording.steps.append(_Copy(self, value))
+
     def fill(self, value: int) -> None:
         """Record that all bytes become zero."""
         if value != 0 or not self._c_contiguous:
@@ -115,6 +123,25 @@ class _Clear:
     def __call__(self, addresses: list[int], stream: int) -> None:
         if self.nbytes:
             self.memset(addresses[self.place] + self.offset, 0, self.nbytes, stream)
+
+
+class _Copy:
+    """Set an array to another."""
+
+    def __init__(self, array: Placeholder, source: Placeholder):
+        self.name = "memcpy"
+        self.place, self.offset = _split(array.address)
+        self.source, self.source_offset = _split(source.address)
+        self.nbytes = array.nbytes
+        runtime = cupy().cuda.runtime
+        self.memcpy = runtime.memcpyAsync
+        self.kind = runtime.memcpyDeviceToDevice
+
+    def __call__(self, addresses: list[int], stream: int) -> None:
+        if self.nbytes:
+            source = addresses[self.source] + self.source_offset
+            target = addresses[self.place] + self.offset
+            self.memcpy(target, source, self.nbytes, self.kind, stream)
 
 
 class _Launch:
@@ -148,14 +175,43 @@ def _located(a):
     return located
 
 
+class _Block:
+    """Memory that is allocated in every repetition."""
+
+    def __init__(self, shape: tuple, dtype: np.dtype):
+        self.shape = shape
+        self.dtype = dtype
+
+
+class _Derived:
+    """An array that depends on addresses and the stream, as tensor maps do. It is made once."""
+
+    def __init__(self, make: Callable, addresses: list[int]):
+        self.make = make
+        self.sources = [_split(a) for a in addresses]
+        self.kept: dict[tuple, Any] = {}
+
+    def address(self, addresses: list[int], stream: int, index: int, capturing: bool) -> int:
+        """Return its address. A graph must be known to whatever keeps the array."""
+        key = (stream, *[addresses[place] + offset for place, offset in self.sources])
+        array = self.kept.get(key)
+        if array is None or capturing:
+            with on_stream(index, stream, capturing):
+                array = self.make(key[1:])
+            if len(self.kept) >= MAX_KNOWN:
+                self.kept.clear()
+            self.kept[key] = array
+        return array.data.ptr
+
+
 class Recording:
     """What a launcher does with placeholders, on the GPU with this index."""
 
     def __init__(self, index: int):
         self.device = cupy().cuda.Device(index)
         self.count = 0  # of arrays
-        self.blocks: dict[int, tuple[tuple, np.dtype]] = {}  # array -> what is allocated for it
-        self.steps: list[_Clear | _Launch] = []
+        self.made: dict[int, _Block | _Derived] = {}  # array -> where it comes from, but for inputs
+        self.steps: list[_Clear | _Copy | _Launch] = []
 
     def input(self, x: torch.Tensor) -> Placeholder:
         """Return the placeholder of the next argument."""
@@ -166,8 +222,13 @@ class Recording:
     def allocate(self, shape: Any, dtype: np.dtype) -> Placeholder:
         """Record that memory is allocated."""
         shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-        self.blocks[self.count] = shape, dtype
+        self.made[self.count] = _Block(shape, dtype)
         return self._next(0, shape, dtype)
+
+    def derive(self, make: Callable, addresses: list[int], n: int, dtype: np.dtype) -> Placeholder:
+        """Record that make(addresses) is a kernel's argument."""
+        self.made[self.count] = _Derived(make, addresses)
+        return self._next(0, (n,), dtype)
 
     def launch(self, kernel, grid, block, args, shared, overlap, resident) -> None:
         """Record a launch."""
@@ -187,28 +248,41 @@ class Launches:
         self.lock = threading.Lock()  # of the parameters
         self.steps = recording.steps
         self.device = cuda_device(recording.device.id)
-        blocks = dict(recording.blocks)
-        self.results = []
+        self.index = recording.device.id
+        inputs = recording.count - len(recording.made)
+        self.results: list[int] = []  # in made
         for a in results:
             place, offset = _split(a.address)
-            shape, dtype = blocks.pop(place)  # KeyError: an argument, or one result twice
-            if offset or a.size != math.prod(shape) or a.dtype != dtype:
+            block = recording.made.get(place)
+            if not isinstance(block, _Block) or place - inputs in self.results:
+                raise TypeError("a result is an argument, or returned twice")
+            if offset or a.size != math.prod(block.shape) or a.dtype != block.dtype:
                 raise TypeError("a result is a part of an array")
-            recording.blocks[place] = a.shape, dtype
-            self.results.append(list(recording.blocks).index(place))
-        self.allocations = [
-            (shape, _dense(shape), TORCH_DTYPES[dtype])
-            for shape, dtype in recording.blocks.values()
-        ]
+            block.shape = a.shape
+            self.results.append(place - inputs)
+        self.made: list[Any] = []  # in order: (shape, strides, dtype), or a _Derived
+        for made in recording.made.values():
+            if isinstance(made, _Block):
+                self.made.append((made.shape, _dense(made.shape), TORCH_DTYPES[made.dtype]))
+            else:
+                self.made.append(made)
+        self.derives = any(isinstance(made, _Derived) for made in self.made)
 
     def repeat(self, addresses: list[int], stream: int) -> list[torch.Tensor]:
         """Do it for inputs at these addresses, and return the results."""
         device = self.device
-        blocks = []
-        for shape, strides, dtype in self.allocations:
-            block = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        capturing = self.derives and torch.cuda.is_current_stream_capturing()
+        blocks: list[Any] = []
+        for made in self.made:
+            if type(made) is tuple:
+                shape, strides, dtype = made
+                block = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+                address = block.data_ptr()
+            else:
+                block = None
+                address = made.address(addresses, stream, self.index, capturing)
             blocks.append(block)
-            addresses.append(block.data_ptr())
+            addresses.append(address)
         with self.lock:
             for step in self.steps:
                 try:
@@ -226,16 +300,18 @@ def record(launcher: Callable, arguments: Sequence[Any], index: int) -> Launches
     None if it cannot be recorded: run_launcher does the work then, or says what is wrong.
     """
     instead = launch.instead
-    before = instead.allocate, instead.launch
+    before = instead.allocate, instead.launch, instead.derive
     try:
         recording = Recording(index)
         given = [recording.input(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-        instead.allocate, instead.launch = recording.allocate, recording.launch
+        instead.allocate = recording.allocate
+        instead.launch = recording.launch
+        instead.derive = recording.derive
         return Launches(recording, as_list(launcher(*given)))
     except Exception:
         return None
     finally:
-        instead.allocate, instead.launch = before
+        instead.allocate, instead.launch, instead.derive = before
 
 
 class Repeatable:

@@ -81,11 +81,17 @@ def empty(like: Array, shape, dtype=None) -> Array:
 
 
 class _Instead(threading.local):
-    """What this thread calls instead: allocate(shape, dtype) of CuPy's empty, and launch(kernel,
-    grid, block, args, shared, overlap, resident) of launching."""
+    """What this thread calls instead.
+
+    allocate(shape, dtype): of CuPy's empty.
+    launch(kernel, grid, block, args, shared, overlap, resident): of launching.
+    derive(make, addresses, n, dtype): of make(addresses), an array of n elements that depends on
+        addresses of arrays and on the stream.
+    """
 
     allocate: "Callable[[Any, np.dtype], Array] | None" = None
     launch: "Callable[..., None] | None" = None
+    derive: "Callable[[Callable, list[int], int, np.dtype], Array] | None" = None
 
 
 instead = _Instead()
