@@ -17,7 +17,8 @@ from xtrain.kernels.primitives.hopper_simulated import simulated_map
 from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.runtime import overlap as _overlap
 from xtrain.kernels.runtime.compiler import COMPILER, cuda, float32, types
-from xtrain.kernels.runtime.launch import empty_like, launch
+from xtrain.kernels.runtime.invariance import batch_invariant
+from xtrain.kernels.runtime.launch import empty_like, launch, zeros
 from xtrain.simulator import SimArray
 from xtrain.torch import launches as _launches
 
@@ -196,28 +197,55 @@ def test_attention_with_tensor_maps(driver, monkeypatch):
     check_repetition(driver, monkeypatch, xt.attention, make)
 
 
-def test_another_layout_is_recorded_anew(driver):
-    """Other strides, alignment, dtypes and modes give other launches, and so does the same tensor twice."""
-    op = xt.register_op(
-        "test_launches::scaled(Tensor x, Tensor y, float factor) -> Tensor z",
-        lambda x, y, factor: (
-            recorded.append((x.strides, x.ctypes.data % 16, factor)) or empty_like(y)
-        ),
-        fake=lambda x, y, factor: torch.empty_like(y),
-        strided=("x",),
-    )
+def test_another_layout_is_recorded_anew(driver, monkeypatch):
+    """Other strides, alignment, scalars and modes give other launches; the same tensor twice is not recorded."""
     recorded = []
-    x = torch.ones(4, 8)
-    y = torch.ones(4, 8)
+    usual = []
+
+    def launcher(x, y, factor):
+        recorded.append((x.strides, x.ctypes.data % 16, factor, _launch.mode()))
+        return empty_like(y)
+
+    monkeypatch.setattr(_launches, "run_launcher", lambda *_: usual.append(1))
+    run = _launches.Repeatable(launcher, frozenset([0]))
+    x, y, flat = torch.ones(8, 8), torch.ones(8, 8), torch.ones(80)
     for arguments in (
         (x, y, 2.0),
         (x + 1, y, 2.0),
         (x, y, 3.0),
         (x.t(), y, 3.0),
-        (x[:, 1:], y, 3.0),
+        (flat[1:65].view(8, 8), y, 3.0),
     ):
-        xt.call(op, *arguments)
-    assert recorded == [((32, 4), 0, 2.0), ((32, 4), 0, 3.0), ((4, 32), 0, 3.0), ((32, 4), 4, 3.0)]
+        run(arguments)
+    plain = (True, False)
+    dense = (32, 4)
+    expected = [
+        (dense, 0, 2.0, plain),
+        (dense, 0, 3.0, plain),
+        ((4, 32), 0, 3.0, plain),
+        (dense, 4, 3.0, plain),
+    ]
+    assert recorded == expected
+    with batch_invariant():
+        run((x, y, 2.0))
+    assert recorded == [*expected, (dense, 0, 2.0, (True, True))] and not usual
+    run((y, y, 2.0))
+    with _launch.observe_launches(lambda event, start: start()):
+        run((x, y, 2.0))
+    assert len(usual) == 2
+
+
+def test_parts_of_arrays(driver):
+    def launcher(x):
+        y = zeros(x, (2, 16))
+        launch(add_one_kernel, 1, 8, y[1:].reshape(-1)[8:], x[4:12])
+        return y.reshape(32)
+
+    run = _launches.Repeatable(launcher, frozenset())
+    run([torch.zeros(16)])
+    x = torch.arange(16.0)
+    (y,) = run([x])
+    assert torch.equal(y, torch.cat((torch.zeros(24), x[4:12] + 1)))
 
 
 def test_what_cannot_be_recorded_runs_as_usual(driver, monkeypatch):
