@@ -2,6 +2,8 @@
 
 import contextlib
 import ctypes
+import threading
+import time
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -53,6 +55,7 @@ class Driver:
         self.kernels = []
         self.started = []
         self.idle = False  # starts nothing
+        self.delay = 0.0  # seconds before the parameters are read
 
     def load_function(self, kernel, signature, shared, code=None):
         self.kernels.append((kernel, signature))
@@ -65,6 +68,7 @@ class Driver:
         words = iter((ctypes.c_void_p * 200).from_address(pointers))
         if self.idle:
             return
+        time.sleep(self.delay)  # other threads run, as CuPy lets them
         args = [self.argument(kind, words) for kind in signature]
         simulator.run(kernel, (gx, gy, gz), (bx, by, bz), *args, shared=shared)
 
@@ -232,7 +236,9 @@ def test_another_layout_is_recorded_anew(driver, monkeypatch):
     run((y, y, 2.0))
     with _launch.observe_launches(lambda event, start: start()):
         run((x, y, 2.0))
-    assert len(usual) == 2
+    monkeypatch.setattr(_launches, "current_device", lambda: 1)
+    run((x, y, 2.0))
+    assert len(usual) == 3
 
 
 def test_parts_of_arrays(driver):
@@ -246,6 +252,29 @@ def test_parts_of_arrays(driver):
     x = torch.arange(16.0)
     (y,) = run([x])
     assert torch.equal(y, torch.cat((torch.zeros(24), x[4:12] + 1)))
+
+
+def test_threads_do_not_share_parameters(driver):
+    def launcher(x):
+        y = empty_like(x)
+        launch(add_one_kernel, 1, 8, y, x)
+        return y
+
+    run = _launches.Repeatable(launcher, frozenset())
+    run([torch.zeros(8)])
+    driver.delay = 1e-2
+    found = {}
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: run([torch.full((8,), float(i))])[0]}))
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (
+        all(torch.equal(y, torch.full((8,), i + 1.0)) for i, y in found.items()) and len(found) == 4
+    )
 
 
 def test_what_cannot_be_recorded_runs_as_usual(driver, monkeypatch):

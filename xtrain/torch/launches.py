@@ -357,11 +357,10 @@ class Repeatable:
             return self.known[layout]
         except KeyError:
             pass
-        one_device = all(a.get_device() == index for a in given if isinstance(a, torch.Tensor))
-        if (
-            not one_device or torch.cuda.is_current_stream_capturing()
-        ):  # a graph cannot load kernels
+        if torch.cuda.is_current_stream_capturing():  # no kernel can be loaded now
             return None
+        if any(isinstance(a, torch.Tensor) and a.get_device() != index for a in given):
+            return None  # run_launcher says that this is wrong
         if len(self.known) >= MAX_KNOWN:
             self.known.clear()
         found = self.known[layout] = record(self.launcher, given, index)
