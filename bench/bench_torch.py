@@ -398,6 +398,8 @@ def bench_steps(name: str, options: Options) -> None:
     tokens = options.batch * T
     ours = {k: v for k, v in found.items() if k.startswith("xtrain")}
     others = {k: v for k, v in found.items() if k not in ours}
+    if not (ours and others):
+        return
     best = min(ours, key=lambda k: ours[k].ms)
     peer = "liger" if "liger" in others else min(others, key=lambda k: others[k].ms)
     record(

@@ -29,6 +29,7 @@ from .arrays import TORCH_DTYPES, as_list, cuda_device, numpy_dtype, on_stream, 
 
 ALIGNMENT = 16  # bytes: what a launcher may ask of an address
 SHIFT = 44  # the placeholder of array n has the address (n + 1) << SHIFT
+BLOCK = 512  # bytes: what torch rounds allocations up to
 MAX_KNOWN = 1 << 12  # signatures of an op
 
 
@@ -260,26 +261,37 @@ class Launches:
                 raise TypeError("a result is a part of an array")
             block.shape = a.shape
             self.results.append(place - inputs)
-        self.made: list[Any] = []  # in order: (shape, strides, dtype), or a _Derived
-        for made in recording.made.values():
-            if isinstance(made, _Block):
+        self.made: list[Any] = []  # in order: (shape, strides, dtype), offset in scratch, _Derived
+        self.scratch = 0  # bytes
+        for i, made in enumerate(recording.made.values()):
+            if isinstance(made, _Derived):
+                self.made.append(made)
+            elif i in self.results:
                 self.made.append((made.shape, _dense(made.shape), TORCH_DTYPES[made.dtype]))
             else:
-                self.made.append(made)
+                self.made.append(self.scratch)
+                nbytes = math.prod(made.shape) * made.dtype.itemsize
+                self.scratch += -(-nbytes // BLOCK) * BLOCK
         self.derives = any(isinstance(made, _Derived) for made in self.made)
 
     def repeat(self, addresses: list[int], stream: int) -> list[torch.Tensor]:
         """Do it for inputs at these addresses, and return the results."""
         device = self.device
         capturing = self.derives and torch.cuda.is_current_stream_capturing()
+        first = 0
+        if self.scratch:
+            scratch = torch.empty_strided((self.scratch,), (1,), dtype=torch.uint8, device=device)
+            first = scratch.data_ptr()
         blocks: list[Any] = []
         for made in self.made:
+            block = None
             if type(made) is tuple:
                 shape, strides, dtype = made
                 block = torch.empty_strided(shape, strides, dtype=dtype, device=device)
                 address = block.data_ptr()
+            elif type(made) is int:
+                address = first + made
             else:
-                block = None
                 address = made.address(addresses, stream, self.index, capturing)
             blocks.append(block)
             addresses.append(address)
