@@ -109,8 +109,8 @@ def encode_kernel(codes_n, largest_1, counts_2, x_n, scale_1):
     Grid ceil(n / 64), block 64: a thread per number. x, scale: float32, scale > 0.
     codes: uint8, the sign in the highest bit. Beyond 448: the code of 448, 0x7E, with x's sign. NaN
     and both infinities: 0x7F.
-    largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; those of infinity if an x[i] is
-    not finite.
+    largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; those of infinity or of a NaN
+    if an x[i] is not finite.
     counts: (2,) int64, add to them: how many x[i] are finite with |x[i] / scale| > 448; how many
     are not finite.
     """
@@ -143,8 +143,8 @@ def encode_kernel_solution(codes_n, largest_1, counts_2, x_n, scale_1):
     Grid ceil(n / 64), block 64: a thread per number. x, scale: float32, scale > 0.
     codes: uint8, the sign in the highest bit. Beyond 448: the code of 448, 0x7E, with x's sign. NaN
     and both infinities: 0x7F.
-    largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; those of infinity if an x[i] is
-    not finite.
+    largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; those of infinity or of a NaN
+    if an x[i] is not finite.
     counts: (2,) int64, add to them: how many x[i] are finite with |x[i] / scale| > 448; how many
     are not finite.
     """
