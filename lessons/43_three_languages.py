@@ -60,7 +60,8 @@ def rmsnorm_kernel(y_NC, x_NC, w_C, eps):
 
 
 rng = np.random.default_rng(0)
-x, w = rng.normal(size=(3, 100)).astype(np.float32), rng.normal(size=100).astype(np.float32)
+x = rng.normal(size=(3, 100)).astype(np.float32)
+w = rng.normal(size=100).astype(np.float32)
 want = x / np.sqrt((x.astype(float) ** 2).mean(1, keepdims=True) + 1e-6) * w
 y = sim(np.zeros_like(x))
 lesson.launch(rmsnorm_kernel, 3, 32, y, sim(x), sim(w), np.float32(1e-6))
@@ -102,7 +103,8 @@ print(f"largest error {np.abs(np.asarray(y) - want).max():.0e}")
 # %% tags=["exercise"]
 def run_programs(program, rows, y, x, *arguments):
     """Run a program for each row. y, x: (R, C) arrays. -> y"""
-    flat_y, flat_x = y.reshape(-1), x.reshape(-1)
+    flat_y = y.reshape(-1)
+    flat_x = x.reshape(-1)
 
     def load(offsets, mask, other):
         return np.where(mask, flat_x[np.where(mask, offsets, 0)], np.float32(other))
