@@ -203,7 +203,7 @@ lesson.check("40.2", best_size)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# N is the formula above, and D follows from C. Check: is $\alpha A / N^{\alpha}$ equal to $\beta B / D^{\beta}$?
+# N is the formula above, and D follows from C. Check: is `alpha * A / N**alpha` equal to `beta * B / D**beta`?
 #
 # </details>
 

@@ -366,14 +366,14 @@ for load in (0.5, 0.8):
     )
 loads = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 percentiles = {"p50": [], "p90": [], "p99": []}
-print("16 slots:   load   waiting p50   p99   whole p50   p99")
+print("16 slots:   load   waiting mean    p50   p99   whole p50   p99")
 for load in loads:
     waits, whole = simulated(load, 16)
     for q, row in zip((50, 90, 99), percentiles.values()):
         row.append(np.percentile(whole, q))
     w = np.percentile(waits, [50, 99])
     t = np.percentile(whole, [50, 99])
-    print(f"{load:16.2f} {w[0]:13.2f} {w[1]:5.2f} {t[0]:11.2f} {t[1]:5.2f}")
+    print(f"{load:16.2f} {waits.mean():14.2f} {w[0]:6.2f} {w[1]:5.2f} {t[0]:11.2f} {t[1]:5.2f}")
 lesson.figures.curves(
     loads, percentiles, "load", "seconds until the answer is complete",
     "16 slots, answers of 1 s on average", log=False,
@@ -384,8 +384,8 @@ lesson.figures.curves(
 # $1 / (1 - \rho)$, and its tail first: a server is sized by the latency that its 99th percentile may
 # have, not by its throughput.
 #
-# **The improvement** over one slot is in the same table: with 16 slots at a load of 80 % the median request does not
-# wait, with one slot the mean wait is four service times. Slots that share one queue are better than one queue for
+# **The improvement** over one slot is in the same table: at a load of 80 % the mean wait is 0.10 s with 16 slots, and
+# 3.9 s with one. Slots that share one queue are better than one queue for
 # each: no slot is idle while a request waits in another queue.
 #
 # ## An engine under Poisson load
