@@ -20,6 +20,7 @@ from xtrain.kernels.cross_entropy import count_targets
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
 from xtrain.nn.deferred import AddNormLinear, ResidualRMSNorm, SwiGLULinear
+from xtrain.nn.functions import LoraPart
 from xtrain.nn.modules import Module, Parameter
 from xtrain.nn.observers import in_layer, observe_ops
 from xtrain.training.loop import Loop
@@ -59,7 +60,7 @@ class Zoo(Module):
         self.weight = Parameter((8,), None)
         self.square, self.a, self.b = (
             Parameter(shape, 0.5, {name: shape[0]})
-            for name, shape in (("square", (8, 8)), ("a", (4, 8)), ("b", (6, 2)))
+            for name, shape in (("square", (8, 8)), ("a", (2, 8)), ("b", (6, 2)))
         )
 
     def __call__(self, x_NC):
@@ -68,7 +69,8 @@ class Zoo(Module):
         x = F.scale(F.rope(x, *tables, None, 3), 0.7).reshape(2, 3, 1, 8)
         x = F.scale(F.swap_heads(x).reshape(2, 3, 8), 1.1)
         x = F.causal_softmax(x, 3, 1.0, False).reshape(6, 8)
-        x = F.lora_linear(x, self.square, self.a, self.b, [(0, 2), (3, 4)], 0.5)
+        parts = [LoraPart(slice(0, 6), slice(0, 2), 0.5)]
+        x = F.lora_linear(x, self.square, self.a, [self.b], parts)
         x = F.add(x, F.cast_gradient(F.silu(x_NC), np.float32))
         x = F.cast(F.cast(x, ml_dtypes.bfloat16 if GPU else np.float64), np.float32)
         return F.swiglu(x.reshape(3, 16))

@@ -102,6 +102,8 @@ class Ranks:
     rank, alpha: of all that have none in a pattern.
     ranks, alphas: {regular expression of the end of a name: number}; the first that fits decides.
     by_root: the factor is alpha / sqrt(rank), not alpha / rank.
+
+    Raises UserError if a pattern is no regular expression.
     """
 
     rank: int
@@ -109,6 +111,15 @@ class Ranks:
     ranks: dict[str, int]
     alphas: dict[str, float]
     by_root: bool
+
+    def __post_init__(self):
+        for key in (*self.ranks, *self.alphas):
+            try:
+                re.compile(key)
+            except re.error as error:
+                raise UserError(
+                    f"{key!r} is no regular expression ({error}): give the end of a matrix's name"
+                ) from None
 
     def of(self, name: str) -> tuple[int, float]:
         """Return the rank and the factor of b a of a matrix: "model.layers.0.self_attn.q_proj"."""
@@ -156,12 +167,6 @@ def read_ranks(folder: Path, supported: frozenset[str] = frozenset()) -> Ranks:
     if not (are_ranks and all(type(x) in (int, float) and 0 < x < 1e6 for x in all_alphas)):
         raise UserError(f"{path}: r {r!r} and lora_alpha {alpha!r} must be positive numbers")
     return Ranks(r, alpha, ranks, alphas, bool(content.get("use_rslora")))
-
-
-def read_rank(folder: Path) -> tuple[int, float]:
-    """Return the rank and the factor of b a, the same for all matrices. Raises UserError for what
-    cannot be trained."""
-    return read_ranks(folder).of("")
 
 
 def read_adapters(folder: Path) -> dict[str, Stored]:
