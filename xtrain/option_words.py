@@ -44,6 +44,7 @@ OTHER_NAMES = {  # xtrain's name -> what others call it
     "lora": "lora-r lora-rank",
     "lora-targets": "lora-target-modules target-modules",
     "lora-rslora": "use-rslora rslora",
+    "lora-dora": "use-dora dora",
     "lora-rank-pattern": "rank-pattern",
     "lora-alpha-pattern": "alpha-pattern",
     "group": "num-generations",

@@ -16,11 +16,11 @@ from xtrain import ModelConfig, Transformer
 from xtrain.data.batches import Batch
 from xtrain.device import to_device
 from xtrain.errors import UserError
+from xtrain.formats.adapters import LoraPart
 from xtrain.kernels.cross_entropy import count_targets
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
 from xtrain.nn.deferred import AddNormLinear, ResidualRMSNorm, SwiGLULinear
-from xtrain.nn.functions import LoraPart
 from xtrain.nn.modules import Module, Parameter
 from xtrain.nn.observers import in_layer, observe_ops
 from xtrain.training.loop import Loop
@@ -70,7 +70,7 @@ class Zoo(Module):
         x = F.scale(F.swap_heads(x).reshape(2, 3, 8), 1.1)
         x = F.causal_softmax(x, 3, 1.0, False).reshape(6, 8)
         parts = [LoraPart(slice(0, 6), slice(0, 2), 0.5)]
-        x = F.lora_linear(x, self.square, self.a, [self.b], parts)
+        x = F.lora_linear(x, self.square, self.a, None, None, None, parts, self.b)
         x = F.add(x, F.cast_gradient(F.silu(x_NC), np.float32))
         x = F.cast(F.cast(x, ml_dtypes.bfloat16 if GPU else np.float64), np.float32)
         return F.swiglu(x.reshape(3, 16))

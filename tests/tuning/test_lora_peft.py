@@ -18,6 +18,8 @@ PATTERNS = dict(rank_pattern={"k_proj": 5, "layers.1.self_attn.q_proj": 2}, alph
 KINDS = {
     "patterns": PATTERNS,
     "patterns, rslora": PATTERNS | dict(rslora=True),
+    "dora": dict(dora=True, rank_pattern={"v_proj": 1}),
+    "dora of some": dict(dora=True, targets=("q_proj", "v_proj", "o_proj", "up_proj")),
 }
 THEIRS = {"alpha": "lora_alpha", "targets": "target_modules", "rslora": "use_rslora", "dora": "use_dora", "init": "init_lora_weights"}  # fmt: skip
 

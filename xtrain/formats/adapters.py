@@ -33,7 +33,8 @@ A = ".lora_A.weight"
 B = ".lora_B.weight"
 MAGNITUDE = ".lora_magnitude_vector"
 PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
-# what `merged` can do with a model, and adapters that are trained or switched cannot
+TRAINED = PATTERNS | {"use_dora"}  # nn/lora.py
+# what `merged` can do with a model, and switched adapters cannot
 MERGED = PATTERNS | {"use_dora", "bias", "modules_to_save"}
 # keys of adapter_config.json that change the result -> the values that mean "not used"
 UNUSED: dict[str, tuple] = {
@@ -128,6 +129,20 @@ class Ranks:
         return rank, alpha / (rank**0.5 if self.by_root else rank)
 
 
+@dataclass(frozen=True)
+class LoraPart:
+    """Where one of several adapters of a packed matrix (O, I) adds its product to y (N, O).
+
+    columns: of y.
+    ranks: columns of x a^T, its own.
+    factor: of its product.
+    """
+
+    columns: slice
+    ranks: slice
+    factor: float
+
+
 def _first_match(pattern: dict[str, Any], name: str, default: Any) -> Any:
     for key, value in pattern.items():
         if re.match(rf"(.*\.)?({key})$", name):
@@ -182,7 +197,8 @@ def read_adapters(folder: Path) -> dict[str, Stored]:
 
 def read_targets(folder: Path) -> set[str]:
     """Return the names of the matrices that have adapters: "q_proj"."""
-    return {name.split(".")[-3] for name in read_adapters(folder)}
+    names = [name.split(".") for name in read_adapters(folder) if name.endswith(A)]
+    return {name[-3] for name in names}
 
 
 def merged(stored: dict[str, Stored], folder: Path, tied: bool) -> dict[str, Stored]:

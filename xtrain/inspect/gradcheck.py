@@ -22,12 +22,12 @@ import numpy as np
 
 from ..config import ModelConfig
 from ..errors import UserError
+from ..formats.adapters import LoraPart
 from ..kernels.cross_entropy import IGNORE, count_targets
 from ..kernels.rope import rope_tables
 from ..nn import functional as F
 from ..nn.autograd import Function, Tensor, no_grad
 from ..nn.deferred import AddNormLinear, ResidualRMSNorm, SwiGLULinear
-from ..nn.functions import LoraPart
 from ..nn.model import Transformer
 
 STEP = 1e-5  # e, relative to the size of an input
@@ -129,6 +129,8 @@ class Draw:
     FF = property(lambda d: 2 * d.F)  # gate and up
     W = property(lambda d: d.O + d.pad + d.V)  # rows of a matrix with adapters of ranks G and rep
     AA = property(lambda d: d.G + d.rep)  # rows of both a
+    OV = property(lambda d: d.O + d.V)  # rows of both b
+    inverse_norms = property(lambda d: np.linspace(0.5, 2, d.W))
     cos = property(lambda d: rope_tables(d.D, d.T, 100.0)[0])
     sin = property(lambda d: rope_tables(d.D, d.T, 100.0)[1])
     positions = property(lambda d: d.ids(d.M, d.T) if d.given else None)
@@ -173,7 +175,8 @@ def _transformer(d, *weights):
 CASES: dict[str, tuple[str | None, Callable]] = {
     "embedding": ("w: V C", lambda d, w: F.embedding(d.ids(d.N, d.V), w)),
     "linear": ("x: N I, w: O I, b: O", lambda d, x, w, b: F.linear(x, w, None, b)),
-    "lora_linear": ("x: N I, w: W I, a: AA I, b: O G, c: V rep, bias: W", lambda d, x, w, a, b, c, bias: F.lora_linear(x, w, a, [b, c], d.lora, bias)),
+    "lora_linear": ("x: N I, w: W I, a: AA I, b: O G, c: V rep, bias: W", lambda d, x, w, a, b, c, bias: F.lora_linear(x, w, a, bias, None, None, d.lora, b, c)),
+    "dora_linear": ("x: N I, w: W I, a: AA I, b: O G, c: V rep, bias: W, m: OV", lambda d, x, w, a, b, c, bias, m: F.lora_linear(x, w, a, bias, m, d.inverse_norms, d.lora, b, c)),
     "rmsnorm": ("x: N C, w: C", lambda d, x, w: F.rmsnorm(x, w, EPS)),
     "residual_rmsnorm": ("x: N C, r: N C, w: C", lambda d, x, r, w: ResidualRMSNorm.apply(x, r, w, EPS)),
     "add_norm_linear": ("x: N C, r: N C, w: C, v: O C, b: O", lambda d, x, r, w, v, b: AddNormLinear.apply(x, r if d.given else None, w, v, EPS, False, b)),

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from numpy.typing import DTypeLike
 
 from ..device import Array
+from ..formats.adapters import LoraPart
 from ..kernels.attention.key_bounds import UNBOUNDED, KeyBounds
 from ..kernels.decoding.sampling import UNCHANGED, Sampling
 from . import fp8 as _fp8
@@ -34,7 +35,6 @@ from .functions import (
     CausalSoftmax,
     Embedding,
     LoraLinear,
-    LoraPart,
     Narrow,
     QKNormRope,
     Reshape,
@@ -85,17 +85,21 @@ def lora_linear(
     x_NI: Tensor,
     w_OI: Tensor,
     a_AI: Tensor,
-    b: Sequence[Tensor],
+    bias_O: Tensor | None,
+    m: Tensor | None,
+    c_O: Array | None,
     parts: Sequence[LoraPart],
-    bias_O: Tensor | None = None,
+    *b: Tensor,
 ) -> Tensor:
     """Return linear(x, w, bias) plus adapters (LoRA, Hu et al. 2021; nn/lora.py).
 
     parts: of each adapter: it adds factor (x a_i^T) b_i^T to its columns of the result.
     a: (A, I), the a_i (r_i, I) of all, one below the other.
     b: the b_i, (columns, r_i).
+    m, c: None, or with DoRA (kernels/dora.py) the magnitudes, one after the other as the b_i, and
+        the inverse norms (O,), by which the result without the bias is multiplied; float32.
     """
-    return LoraLinear.apply(matching(x_NI, w_OI), w_OI, a_AI, bias_O, tuple(parts), *b)
+    return LoraLinear.apply(matching(x_NI, w_OI), w_OI, a_AI, bias_O, m, c_O, parts, *b)
 
 
 def rmsnorm(x_NC: Tensor, w_C: Tensor, eps: float, dtype: DTypeLike | None = None) -> Tensor:

@@ -2,7 +2,8 @@
 
     y = x w^T + f (x a^T) b^T     w (O, I) frozen   a (r, I), b (O, r) trained   f = alpha / r
 
-With rsLoRA (Kalajdzievski 2023) f = alpha / r^1/2. Rank and alpha may differ by matrix.
+With rsLoRA (Kalajdzievski 2023) f = alpha / r^1/2. Rank and alpha may differ by matrix. With DoRA the
+product is then scaled to trained magnitudes (kernels/dora.py).
 
 b is 0 at first. The frozen model has no gradients, no moments, and in bf16 no float32 matrices: its
 arena is one for inference. The adapters have an arena of their own, which is that of the
@@ -19,11 +20,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ..device import Array, to_device, to_numpy
 from ..errors import UserError
-from ..formats.adapters import PATTERNS, Ranks, read_ranks, read_targets
+from ..formats.adapters import ADAPTER_CONFIG, TRAINED, LoraPart, Ranks, read_ranks, read_targets
 from ..formats.huggingface import shapes_of
+from ..json_files import read_json
+from ..kernels.dora import inverse_norms
+from ..kernels.gemm import linear_fwd
+from ..kernels.quantize import dense
+from ..kernels.runtime.launch import empty
 from . import functional as F
-from .functions import LoraPart
 from .model import Transformer
 from .modules import Linear, Parameter
 from .tensor import Tensor
@@ -42,6 +50,7 @@ class Lora:
     rank_pattern, alpha_pattern: {regular expression of the end of a matrix's name: its own rank or
         alpha}; the first that fits decides.
     rslora: alpha / r^1/2 in place of alpha / r.
+    dora: with trained magnitudes.
     """
 
     r: int
@@ -51,6 +60,7 @@ class Lora:
     rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     rslora: bool = False
+    dora: bool = False
 
     def __post_init__(self):
         unknown = [name for name in self.targets if name not in TARGETS]
@@ -90,6 +100,7 @@ class Lora:
             "rank_pattern": self.rank_pattern,
             "alpha_pattern": self.alpha_pattern,
             "use_rslora": self.rslora,
+            "use_dora": self.dora,
         }
         return {key: value for key, value in keys.items() if value}
 
@@ -97,7 +108,8 @@ class Lora:
     def read(cls, folder: Path) -> "Lora":
         """Return the options of the adapters in a folder. Raises UserError for what cannot be
         trained."""
-        ranks = read_ranks(folder, PATTERNS)
+        ranks = read_ranks(folder, TRAINED)
+        content = read_json(folder / ADAPTER_CONFIG)
         names = read_targets(folder)
         return cls(
             ranks.rank,
@@ -106,6 +118,7 @@ class Lora:
             rank_pattern=ranks.ranks,
             alpha_pattern=ranks.alphas,
             rslora=ranks.by_root,
+            dora=bool(content.get("use_dora")),
         )
 
 
@@ -125,6 +138,7 @@ class LoraLinear(Linear):
         first = 0
         self.parts: list[LoraPart] = []
         a: dict[str, int] = {}
+        m: dict[str, int] = {}
         self.lora_b: list[Parameter] = []
         for part, rows in linear.weight.parts.items():
             prefix = part.removesuffix("weight")  # "q_proj." of a packed one, else ""
@@ -135,15 +149,49 @@ class LoraLinear(Linear):
                 self.parts.append(LoraPart(slice(first, first + rows), ranks, factor))
                 a[f"{prefix}lora_A.weight"] = r
                 self.lora_b.append(Parameter((rows, r), 0.0, {f"{prefix}lora_B.weight": rows}))
+                m[f"{prefix}lora_magnitude_vector"] = rows
             first += rows
         # the variance of PEFT's initialisation, uniform in +- I^-1/2
         self.lora_a = Parameter((sum(a.values()), columns), (3 * columns) ** -0.5, a)
+        self.magnitudes: Parameter | None = None
+        self.norms2_O: Array | None = None  # of w, squared
+        if lora.dora:
+            self.magnitudes = Parameter((sum(m.values()),), None, m)
 
     def __call__(self, x_NI: Tensor) -> Tensor:
-        if not self.on:
-            return self.linear(x_NI)
         linear = self.linear
-        return F.lora_linear(x_NI, linear.weight, self.lora_a, self.lora_b, self.parts, linear.bias)
+        if not self.on:
+            return linear(x_NI)
+        dora = self.magnitudes, self.inverse_norms()
+        return F.lora_linear(
+            x_NI, linear.weight, self.lora_a, linear.bias, *dora, self.parts, *self.lora_b
+        )
+
+    def inverse_norms(self) -> Array | None:
+        """Return 1 / the norms of the adapted matrix's rows, (O,), 1 for those without adapters;
+        None without DoRA."""
+        if self.norms2_O is None:
+            return None
+        p_AO = linear_fwd(self.lora_a.value, self.linear.weight.value, np.float32)
+        c_O = empty(p_AO, p_AO.shape[1])
+        c_O.fill(1)
+        for part, b in zip(self.parts, self.lora_b):
+            a_rI = self.lora_a.data[part.ranks]
+            columns = part.columns
+            p_rO = p_AO[part.ranks, columns].copy()
+            q_rO = linear_fwd(linear_fwd(a_rI, a_rI), b.data)
+            inverse_norms(c_O[columns], self.norms2_O[columns], p_rO, q_rO, b.data, part.factor)
+        return c_O
+
+    def start_magnitudes(self, device: str) -> None:
+        """With DoRA: set the magnitudes to the norms of w, which new adapters do not change."""
+        if self.magnitudes is None:
+            return
+        w_OI = to_numpy(dense(self.linear.weight.value, np.float32)).astype(np.float32)
+        norms_O = np.linalg.norm(w_OI, axis=1)
+        self.norms2_O = to_device(norms_O**2, device)
+        m = np.concatenate([norms_O[part.columns] for part in self.parts])
+        self.magnitudes.data = to_device(m, device)
 
     def _storage(self, prefix):
         packed = "weight" not in self.linear.weight.parts
@@ -151,6 +199,8 @@ class LoraLinear(Linear):
         yield path, self.lora_a
         for b in self.lora_b:
             yield path, b
+        if self.magnitudes is not None:
+            yield path, self.magnitudes
 
 
 class AdaptedTransformer(Transformer):
@@ -190,6 +240,8 @@ class AdaptedTransformer(Transformer):
         self.lora = lora
         device, bf16, *_ = self.arena.kind
         self.arena = self.make_arena(device, seed, bf16, world)
+        for *_, adapted in matrices:
+            adapted.start_magnitudes(device)
 
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:

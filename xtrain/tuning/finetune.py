@@ -67,6 +67,7 @@ class AdapterOptions(ParallelOptions, OptimizerOptions):
     lora_rank_pattern: tuple[str, ...] = ()
     lora_alpha_pattern: tuple[str, ...] = ()  # matrices with another alpha, as NAME=ALPHA
     lora_rslora: bool = False  # multiply by alpha / sqrt(rank) in place of alpha / rank
+    lora_dora: bool = False  # DoRA: train the norm of each row of the matrices apart
     # the run is written to OUT/NAME; none: the name of the command
     name: str | None = None
     # a chat template in place of the model's, which is saved with the run: a file, or chatml, llama3,
@@ -129,6 +130,7 @@ class AdapterOptions(ParallelOptions, OptimizerOptions):
             "alpha_pattern": pattern_of("--lora-alpha-pattern", self.lora_alpha_pattern, float)
             or None,
             "rslora": self.lora_rslora or None,
+            "dora": self.lora_dora or None,
         }
         given = {name: value for name, value in options.items() if value is not None}
         return replace(lora, r=self.lora, base=base, **given)
