@@ -50,6 +50,7 @@ from xtrain.kernels.decoding.penalties import (
 )
 from xtrain.kernels.decoding.token_masks import mask_logits
 from xtrain.kernels.distillation import distillation
+from xtrain.kernels.dora import inverse_norms, scale_columns, scale_columns_bwd
 from xtrain.kernels.elementwise import add_into, scale_into
 from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
 from xtrain.kernels.entropy import entropy
@@ -174,6 +175,13 @@ def tables(dtype):
             for reverse in (False, True):
                 options = V, inverse, 0.5, reverse, gradient
                 distillation(draw(N, padded, dtype=dtype), targets, ids, teacher, *options)
+
+    for N, O in ((1, 1), (33, 37), (300, 264)):  # noqa: E741
+        m = draw(O)
+        scale_columns(draw(N, O, dtype=dtype), m, m)
+        scale_columns(draw(N, O, dtype=dtype), m, m, m)
+        scale_columns_bwd(draw(N, O, dtype=dtype), draw(N, O, dtype=dtype), m, m, draw(O))
+        inverse_norms(draw(O), m, draw(4, O), draw(4, O), draw(O, 4), 2.0)
 
 
 def optimizer():

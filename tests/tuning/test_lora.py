@@ -400,7 +400,8 @@ def test_what_the_command_refuses(tmp_path, folder, data, capsys):
     model = ["--init", str(folder), "--device", "cpu", "--out", str(tmp_path), "--data", str(data)]
     for arguments, words in (
         (["--lora", "-1"], "--lora must be a positive rank"),
-        (["--lora-alpha", "4"], "--lora-alpha and --lora-targets need --lora"),
+        (["--lora-alpha", "4"], "--lora-alpha needs --lora"),
+        (["--lora", "4", "--lora-rank-pattern", "k_proj"], "must be NAME=NUMBER"),
         (["--lora", "4", "--lora-alpha", "0"], "LoRA needs a positive rank and alpha"),
         (
             ["--lora", "4", "--lora-targets", "q_proj", "head"],
