@@ -200,8 +200,8 @@ def test_weights_that_are_not_numbers(kind, bad):
 
 def test_bad_input():
     w = rows(3, 16)
-    with pytest.raises(ValueError, match="kind 'int4', expected one of int8, fp8"):
-        quantize(w, "int4")
+    with pytest.raises(ValueError, match="kind 'int3', expected one of int8, fp8, int4, nf4"):
+        quantize(w, "int3")
     with pytest.raises(ValueError, match=r"w has shape \(16,\), expected \(any, any\)"):
         quantize(w[0], "int8")
     with pytest.raises(TypeError, match="w is int32"):

@@ -1,8 +1,8 @@
-"""Quantize a model for serving: matrices of Linear become codes of one byte, with a scale per row.
+"""Quantize a model for serving: matrices of Linear become codes of one byte or of four bits.
 
-    quantize_weights(model, "int8")      or "fp8"; the same as Engine(model, weights="int8")
+    quantize_weights(model, "int8")      or fp8, int4, nf4; the same as Engine(model, weights="int8")
 
-kernels/quantize.py explains the codes. A quantized matrix is another storage of the same Parameter:
+kernels/quantize.py and kernels/four_bits.py explain the codes. A quantized matrix is another storage of the same Parameter:
 the forward does not change, and where it multiplies by the parameter, the product takes the codes.
 What is not a Linear's matrix stays as it is:
 
@@ -19,12 +19,12 @@ the model in bf16.
 """
 
 from ..errors import UserError
-from ..kernels.quantize import CODES, check_finite, quantize
+from ..kernels.quantize import KINDS, check_finite, quantize
 from .lora import AdaptedTransformer
 from .model import Transformer
 from .modules import Linear, Module, Parameter, arena_of
 
-WEIGHTS = ("full", *CODES)
+WEIGHTS = ("full", *KINDS)
 
 
 def quantize_weights(model: Transformer, kind: str) -> None:
@@ -34,7 +34,7 @@ def quantize_weights(model: Transformer, kind: str) -> None:
     nothing, for a model that can be trained, one that is quantized in another way, or one with
     weights that are not numbers.
 
-    kind: "int8" or "fp8"; "full" changes nothing.
+    kind: one of WEIGHTS; "full" changes nothing.
     """
     if kind not in WEIGHTS:
         raise UserError(f"weights {kind!r} is not known: choose {', '.join(WEIGHTS)}")

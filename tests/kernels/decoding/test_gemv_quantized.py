@@ -1,6 +1,7 @@
 """gemv.py with quantized weights: every form and every number of rows against float64; rows do not depend on each other."""
 
 import functools
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,7 @@ from checks import (
     GPU,
     assert_as_good,
     normal,
+    on_kernel,
     pairwise,
     planted_bugs,
     sentinels,
@@ -25,11 +27,10 @@ from xtrain.kernels.decoding import gemv_operands, gemv_tensor_cores
 from xtrain.kernels.decoding.gemv import add_norm_gemv, gemv, gemv_fits, gemv_ref
 from xtrain.kernels.decoding.gemv_operands import Config, shared_bytes, staged
 from xtrain.kernels.decoding.gemv_tensor_cores import choose
-from xtrain.kernels.quantize import CODES, Quantized, dequantize_ref, quantize
+from xtrain.kernels.quantize import KINDS, Quantized, dequantize, quantize
 from xtrain.simulator import KernelError
 
 BF16 = ml_dtypes.bfloat16
-KINDS = list(CODES)
 EPS = 1e-6
 
 
@@ -42,7 +43,7 @@ def matrix(kind, rows, K, dtype=BF16):
 
 def put(a):
     if isinstance(a, Quantized):
-        return Quantized(to_kernel(a.codes_OK), to_kernel(a.scale_O), a.dtype)
+        return on_kernel(a)
     return None if a is None else to_kernel(a)
 
 
@@ -57,7 +58,7 @@ def fused(x, delta, norm_w, w, swiglu=False, b=None, **more):
 
 def exactly(x, w, norm_w=None, delta=None, swiglu=False, b=None):
     wide = lambda a: None if a is None else a.astype(np.float64)
-    whole = dequantize_ref(w.codes_OK, w.scale_O, np.float64)
+    whole = dequantize(w, np.float64)
     return gemv_ref(wide(x), whole, wide(norm_w), EPS, wide(delta), swiglu, wide(b))[1]
 
 
@@ -139,7 +140,7 @@ def test_tiny_and_huge_scales(kind):
     """Sums of codes are of moderate size, whatever the scale is."""
     w = normal(2, 6, 64) * np.array([1e-30, 1e-10, 1, 1e10, 1e25, 1e30], np.float32)[:, None]
     x, coded = normal(1, 2, 64).astype(BF16), quantize(w, kind)
-    coded = Quantized(coded.codes_OK, coded.scale_O, np.dtype(BF16))
+    coded = replace(coded, dtype=np.dtype(BF16))
     exact, y = exactly(x, coded), product(x, coded, dtype=np.float32)
     assert (np.abs(y - exact) <= 1e-4 * np.abs(exact).max(0)).all()
 
@@ -189,7 +190,7 @@ def test_nothing_outside_the_output_and_the_same_bits_twice(monkeypatch, N):
 
 
 def test_what_fits():
-    fits = lambda *args, **more: gemv_fits(*args, quantized=True, **more)
+    fits = lambda *args, **more: gemv_fits(*args, quantized="int8", **more)
     assert fits(32, 64, BF16) and fits(8, 64, BF16, fused=True) and fits(8, 16, np.float32)
     assert not any(
         (
@@ -207,7 +208,7 @@ def test_the_products_of_a_decoder():
     """As many bytes in flight as bf16's, where registers allow it; the staged rows fit into shared memory."""
     kinds = [(2048, 2560, False, True), (2048, 2048, False, False), (2048, 5632, True, True)]
     kinds += [(5632, 2048, False, False), (2048, 32000, False, True), (14336, 4096, False, False)]
-    assert [choose(*kind, quantized=True) for kind in kinds] == [
+    assert [choose(*kind, quantized="int8") for kind in kinds] == [
         Config(warps=16, chunks=2, blocks=1),
         Config(warps=8, chunks=4, blocks=2, stage=False),
         Config(warps=4, chunks=4, blocks=3),
@@ -215,8 +216,8 @@ def test_the_products_of_a_decoder():
         Config(warps=4, chunks=4, blocks=4),
         Config(warps=8, chunks=4, blocks=2),
     ]
-    assert staged(4096, Config(8, 2, 1), True) and not staged(8192, Config(8, 2, 1), True)
-    assert shared_bytes(8, 4096, True) == 8 * 2 * (4096 + 8)
+    assert staged(4096, Config(8, 2, 1), "int8") and not staged(8192, Config(8, 2, 1), "int8")
+    assert shared_bytes(8, 4096, "int8") == 8 * 2 * (4096 + 8)
 
 
 # ----------------------------------------------------------------------------- bugs and bad input
