@@ -228,8 +228,8 @@ def test_refused():
     model = random_model(SHAPES["qwen3"])
     with pytest.raises(UserError, match=r"weights 'int8' is for serving, .* trainable=False"):
         Engine(model, 2, weights="int8")
-    with pytest.raises(UserError, match="weights 'int3' is not known: choose full, int8, fp8, int4, nf4"):
-        Engine(model, 2, weights="int4")
+    with pytest.raises(UserError, match="weights 'int3' is not known: choose full, int8, fp8"):
+        Engine(model, 2, weights="int3")
     served = copy_of(model)
     quantize_weights(served, "int8")
     with pytest.raises(

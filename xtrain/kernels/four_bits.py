@@ -95,9 +95,8 @@ def pack_ref(codes_OK: np.ndarray, kind: str) -> np.ndarray:
     O, K = codes_OK.shape  # noqa: E741
     words = codes_OK.reshape(O, K // CHUNK, 4, 4, 8).swapaxes(2, 3)  # q, t -> t, q
     shifts = 4 * np.array(ORDER[kind], np.uint32)
-    return (
-        (words.astype(np.uint32) << shifts).sum(-1, dtype=np.uint32).reshape(O, -1).view(np.uint8)
-    )
+    words = (words.astype(np.uint32) << shifts).sum(-1, dtype=np.uint32)
+    return words.reshape(O, K // 8).view(np.uint8)
 
 
 def unpack_ref(bytes_OB: np.ndarray, kind: str) -> np.ndarray:
@@ -116,7 +115,8 @@ def quantize_four_ref(w_OK, kind):
     w = wide(w_OK).astype(np.float32, copy=False)
     O, K = w.shape  # noqa: E741
     chunks = chunks_of(K)
-    w = np.pad(w, ((0, 0), (0, chunks * CHUNK - K))).reshape(O, -1, GROUP[kind])
+    w = np.pad(w, ((0, 0), (0, chunks * CHUNK - K)))
+    w = w.reshape(O, chunks * CHUNK // GROUP[kind], GROUP[kind])
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         if kind == "int4":
             low = np.minimum(w.min(axis=2, initial=0), 0)
@@ -153,7 +153,7 @@ def values_ref(codes_OB, groups_CO, kind):
         zero = np.repeat((groups & 15).astype(np.float32), CHUNK, axis=1)
         s = ((groups >> 4) << 15).view(np.float32) * np.float32(UNIT)
         return (codes - zero) * np.repeat(s, CHUNK, axis=1)
-    s = np.stack([groups & 255, groups >> 8], axis=2).reshape(len(codes), -1)
+    s = np.stack([groups & 255, groups >> 8], axis=2).reshape(len(codes), 2 * len(groups_CO))
     return NF4_LEVELS.astype(np.float32)[codes] * np.repeat(s.astype(np.float32), 64, axis=1)
 
 

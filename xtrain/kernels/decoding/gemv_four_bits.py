@@ -21,6 +21,7 @@ def make_multiply_four(M, U, NF4, GROUPS, load_groups, exists):
     """Return multiply and multiply_groups, as gemv_tensor_cores.make_multiply does."""
     unpack = make_unpack(NF4)
     SUMS = GROUPS * M
+    GROUP_WORDS = 2 if NF4 else 4  # of a lane
 
     @device
     def operands(fa, words, u, m, q):
@@ -36,7 +37,7 @@ def make_multiply_four(M, U, NF4, GROUPS, load_groups, exists):
         """Add the sums of word q's group to s, and clear them."""
         for r in range(2):
             group = words[u, m, r, 4]
-            scale = nf4_group_scale(group, q // 2) if NF4 else int4_group_scale(group)
+            scale = nf4_group_scale(group, q // GROUP_WORDS) if NF4 else int4_group_scale(group)
             for j in range(2 * r, 2 * r + 2):
                 s[j] += chunk[j] * scale
                 chunk[j] = float32(0.0)
@@ -53,7 +54,7 @@ def make_multiply_four(M, U, NF4, GROUPS, load_groups, exists):
                     operands(fa, words, u, m, q)
                     for i in range(2):
                         mma_bf16(chunk, fa[i], fx[u, 2 * q + i])
-                    if q == 3 or (NF4 and q == 1):
+                    if q % GROUP_WORDS == GROUP_WORDS - 1:
                         add_scaled(s[m], chunk, words, u, m, q)
 
     @device
@@ -74,7 +75,7 @@ def make_multiply_four(M, U, NF4, GROUPS, load_groups, exists):
                         for i in range(2):
                             for group in range(GROUPS):
                                 mma_bf16(chunk[group * M + m], fa[i], fx[group, i])
-                        if q == 3 or (NF4 and q == 1):
+                        if q % GROUP_WORDS == GROUP_WORDS - 1:
                             for group in range(GROUPS):
                                 i = group * M + m
                                 add_scaled(s[i], chunk[i], words, u, m, q)
