@@ -367,19 +367,21 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder, data, capsys):
 
 
 def test_adapters_are_trained_further(tmp_path, folder, data, capsys):
-    """From where they were, with their alpha and targets; stopped and resumed with the same bits."""
-    options = dict(lora_alpha=3.0, lora_targets=("v_proj", "up_proj"))
+    """From where they were, with their alpha and targets; stopped and resumed with the same bits; on a base of four bits."""
+    options = dict(weights="nf4", lora_alpha=3.0, lora_targets=("v_proj", "up_proj"))
     first = finetune(config_of(folder, tmp_path / "first", data, steps=3, **options), SILENT)
-    more = finetune(config_of(first, tmp_path / "more", data, steps=1, lr=1e-9), SILENT)
+    more = finetune(config_of(first, tmp_path / "more", data, steps=1, lr=1e-9, weights="nf4"), SILENT)
     one, two = (json.loads((run / "checkpoints" / f"step-00000{n}" / "adapter_config.json").read_text()) for run, n in ((first, 3), (more, 1)))  # fmt: skip
     assert two["lora_alpha"] == 3 and sorted(two["target_modules"]) == ["up_proj", "v_proj"]
     assert one["base_model_name_or_path"] == two["base_model_name_or_path"]
     before, after = (dict(Transformer.from_pretrained(run).named_parameters()) for run in (first, more))  # fmt: skip
     for name, tensor in after.items():
         np.testing.assert_allclose(tensor.data, before[name].data, atol=1e-6)
-    whole = finetune(config_of(first, tmp_path / "a", data, steps=4), SILENT)
-    half = finetune(config_of(first, tmp_path / "b", data, steps=4, stop_at=2), SILENT)
+    whole = finetune(config_of(first, tmp_path / "a", data, steps=4, weights="nf4"), SILENT)
+    half = finetune(config_of(first, tmp_path / "b", data, steps=4, stop_at=2, weights="nf4"), SILENT)
     arguments = ["--data", str(data), "--out", str(tmp_path / "b"), "--name", "run", "--resume"]
+    assert main([*arguments, "--weights", "int8"]) == 2
+    assert "weights was nf4, is int8" in capsys.readouterr().err
     assert main(arguments) == 0
     assert_same_run(whole, half)
     again = ["--init", str(first), "--data", str(data), "--out", str(tmp_path / "c"), "--lora", "8"]
@@ -440,6 +442,7 @@ def test_what_the_command_refuses(tmp_path, folder, data, capsys):
     model = ["--init", str(folder), "--device", "cpu", "--out", str(tmp_path), "--data", str(data)]
     for arguments, words in (
         (["--lora", "-1"], "--lora must be a positive rank"),
+        (["--weights", "nf4"], "--weights nf4 needs --lora"),
         (["--lora-alpha", "4"], "--lora-alpha and --lora-targets need --lora"),
         (["--lora", "4", "--lora-alpha", "0"], "LoRA needs a positive rank and alpha"),
         (
