@@ -134,7 +134,7 @@ HINTS = {  # options that xtrain does not have -> what to do
     "graph": "CUDA graphs are used where they can be: leave it out",
     "stream-output": "use --stream",
     "load-in-8bit": "use --weights int8",
-    "load-in-4bit": "4-bit weights are not supported: use --weights int8",
+    "load-in-4bit": "use --weights nf4, or int4",
     "lora": "use xtrain finetune --lora, see lessons/howto/finetune.md",
 }  # fmt: skip
 

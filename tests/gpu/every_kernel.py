@@ -80,7 +80,7 @@ from xtrain.kernels.moving_average import moving_average
 from xtrain.kernels.muon import momentum, muon_update, orthogonalize
 from xtrain.kernels.peers import MOST, add_peers, copy_to_peers
 from xtrain.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
-from xtrain.kernels.quantize import CODES, dequantize, quantize
+from xtrain.kernels.quantize import KINDS, dequantize, quantize
 from xtrain.kernels.rope import rope_tables
 from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.silu_mul import silu_mul_bwd, silu_mul_fwd
@@ -291,15 +291,15 @@ def serving(dtype):
             chain_add_norm_gemv(draw(N, K), None, norm, w, 1e-6)
             chain_add_norm_gemv(draw(N, K), x, norm, w, 1e-6, True, True)
     for kind, N, K, M in itertools.product(
-        CODES, (1, 8, 9, 32), (16, 64, 1088, 5632), (2, 70, 514)
+        KINDS, (1, 8, 9, 32), (16, 64, 1088, 5632), (2, 70, 514)
     ):
         w = quantize(draw(M, K, dtype=dtype), kind)
-        if gemv_fits(N, K, dtype, quantized=True):
+        if gemv_fits(N, K, dtype, quantized=kind):
             x, norm = draw(N, K, dtype=dtype), draw(K)
             gemv(x, w, b_O=draw(M))
-            if gemv_fits(N, K, dtype, quantized=True, fused=True):
+            if gemv_fits(N, K, dtype, quantized=kind, fused=True):
                 add_norm_gemv(x, draw(N, K), norm, w, 1e-6, True)
-    for kind, K in itertools.product(CODES, (1, 37, 48, 1040)):
+    for kind, K in itertools.product(KINDS, (1, 37, 48, 1040)):
         dequantize(quantize(draw(5, K, dtype=dtype), kind))
 
 

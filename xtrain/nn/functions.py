@@ -35,7 +35,7 @@ from ..kernels.experts import grouped_product as _grouped
 from ..kernels.experts import routing as _routing
 from ..kernels.experts.expert_order import ExpertOrder, expert_order
 from ..kernels.primitives.flat import same_place
-from ..kernels.quantize import Quantized
+from ..kernels.quantize import Quantized, kind_of
 from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty, zeros
 from .autograd import Context, Function
@@ -68,8 +68,7 @@ def few_rows(x_NK: Array, w_OK: Array | Quantized, fused: bool = False) -> bool:
     """
     if type(x_NK) is np.ndarray or is_batch_invariant() or not is_inference():
         return False
-    quantized = isinstance(w_OK, Quantized)
-    return _gemv.gemv_fits(x_NK.shape[0], x_NK.shape[1], w_OK.dtype, quantized, fused)
+    return _gemv.gemv_fits(*x_NK.shape, w_OK.dtype, kind_of(w_OK), fused)
 
 
 def few_exact_rows(x_NK: Array, w_OK: Array | Quantized, **kind) -> bool:

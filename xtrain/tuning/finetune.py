@@ -28,6 +28,7 @@ from ..nn.autograd import Tensor, no_grad
 from ..nn.draft_heads import HeadedTransformer
 from ..nn.lora import AdaptedTransformer, Lora
 from ..nn.model import Transformer
+from ..nn.quantized import quantize_onto
 from ..run_options import (
     RESUME_KEYS,
     ExpertOptions,
@@ -69,6 +70,9 @@ class AdapterOptions(ParallelOptions, ExpertOptions, OptimizerOptions):
     lora_alpha_pattern: tuple[str, ...] = ()  # matrices with another alpha, as NAME=ALPHA
     lora_rslora: bool = False  # multiply by alpha / sqrt(rank) in place of alpha / rank
     lora_dora: bool = False  # DoRA: train the norm of each row of the matrices apart
+    # with --lora, of the frozen model's matrices: int8, fp8 in one byte per weight, int4, nf4 in four
+    # bits (QLoRA); full: as --precision says
+    weights: Literal["full", "int8", "fp8", "int4", "nf4"] = "full"
     # the run is written to OUT/NAME; none: the name of the command
     name: str | None = None
     # a chat template in place of the model's, which is saved with the run: a file, or chatml, llama3,
@@ -100,6 +104,8 @@ class AdapterOptions(ParallelOptions, ExpertOptions, OptimizerOptions):
         given = [name for name in given if getattr(self, name) != getattr(AdapterOptions, name)]
         if given and not self.lora:
             raise UserError(f"--{given[0].replace('_', '-')} needs --lora: give its rank")
+        if not self.lora and self.weights != "full":
+            raise UserError(f"--weights {self.weights} needs --lora: give a rank")
         if self.lora:
             self.adapters("")
         if self.lora and self.precision == "fp8":
@@ -241,7 +247,7 @@ class FinetuneConfig(ExampleOptions, RowOptions):
 
     def resume_keys(self) -> tuple[str, ...]:
         """Return those of training, and of the teacher."""
-        return (*RESUME_KEYS, "teacher_weight", "teacher_top_k", "teacher_kl")
+        return (*RESUME_KEYS, "weights", "teacher_weight", "teacher_top_k", "teacher_kl")
 
     def may_change(self) -> set[str]:
         """Return those of training, and the teacher."""
@@ -446,10 +452,15 @@ def adapted(start: Start, corpus: Any, world: int) -> AdaptedTransformer:
             "merge them with `xtrain export --merge` and train new ones"
         )
     check_writable(folder)
+    where = (start.device, config.precision)
+    if config.weights != "full":
+        where = ("cpu", "fp32")
     loaded = AdaptedTransformer.from_pretrained(
-        folder, start.device, config.precision, trainable=False, change=config.change
+        folder, *where, trainable=False, change=config.change
     )
     model = cast(AdaptedTransformer, loaded)
+    if config.weights != "full":
+        quantize_onto(model, config.weights, start.device, config.precision)
     model.recompute = config.recompute
     check_fit(model, config, corpus)
     base = str(file_of(folder) or folder.resolve())
