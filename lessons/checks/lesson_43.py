@@ -85,10 +85,10 @@ def softmax_program(e):
                 memory.loaded.reshape(x.shape)[row],
                 memory.stored.reshape(x.shape)[row],
             )
-            e.need(stored.all(), f"Element {stored.argmin()} of the row was never stored: the mask is True for every element of the row. It compares columns, c < C, not offsets.")  # fmt: skip
+            e.need(stored.all(), f"Element {stored.argmin()} of the row was never stored: the mask must be True for every element of the row. Compare columns, c < C, not offsets.")  # fmt: skip
             beyond = dict(extra=BLOCK - C)
             mistakes = {
-                f"Element {loaded.argmin()} of the row was never loaded: the mask is True for every element of the row.": lambda got, loaded=loaded: not loaded.all(),
+                f"Element {loaded.argmin()} of the row was never loaded: the mask must be True for every element of the row.": lambda got, loaded=loaded: not loaded.all(),
                 "`other` is larger than every element of this row, so it is the maximum. Which number is never the largest?": lambda got, x=mine: x.max() < -150 and bool((got < 1e-3).all()),
                 "Only NaN was stored: infinite - infinite and 0 / 0 are NaN. Is the row's largest element subtracted, without the places beyond the row?": lambda got: bool(np.isnan(got).all()),
                 "The elements beyond the row are in the sum: exp(0 - m) is not 0. Which `other` adds nothing?": softmax(mine, other=0.0, **beyond),
@@ -231,6 +231,7 @@ def owned(e):
 
     def read(got):
         e.need(got is not None, "Nothing is returned: end with `return` and the list.")
+        e.need(not hasattr(got, "__next__"), "A generator is returned: make a list of it.")
         e.need(np.ndim(got) == 1, f"Return a list of offsets, got {got!r}.")
         return [whole(e, x) for x in got]
 

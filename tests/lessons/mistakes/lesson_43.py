@@ -32,6 +32,7 @@ MISTAKES = [
     ("43.3", "size(values[0])", "len(values[0])", "len()"),
     ("43.3", "[first + offset(v, *values) for v in range(size(values[0]))]", "sorted(first + offset(v, *values) for v in range(size(values[0])))", "not sorted"),
     ("43.3", "offset(v, *values)", "offset(v, values)", "*pair passes the elements"),
+    ("43.3", "return [first + offset(v, *values) for v in range(size(values[0]))]", "yield from values", "A generator is returned"),
     ("43.3", "first + offset", "first * offset", "values(0) is 0: value 0 of the thread is at their sum"),
     ("43.3", "offset(thread, *threads)", "threads(thread)", "A tuple is called like a function"),
 ]  # fmt: skip
