@@ -1,8 +1,9 @@
 """Serving speed: time to the first token, and tokens per second while decoding.
 
     python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64]
-                                 [--weights full int8 fp8] [--peers plain compile]
-                                 [--kv-cache full fp8] [--profile] [--model 1.1B 8B 0.6B 135M 16x0.1B]
+                                 [--weights full int8 fp8 int4 nf4] [--peers plain compile]
+                                 [--kv-cache full fp8] [--profile]
+                                 [--model 1.1B 8B 0.6B 135M 16x0.1B]
 
 A Llama of 1.1 B parameters (dim 2048, 22 layers, 32 heads of 64, 4 key heads, hidden 5632,
 vocabulary 32000), bf16, random weights created on the device. `batch` prompts of `context` random
@@ -68,7 +69,9 @@ class Options:
     new: int = 64  # tokens per sequence
     peers: list[Literal["plain", "compile"]] = field(default_factory=list)
     # of the matrices; peers are measured with "full" alone
-    weights: list[Literal["full", "int8", "fp8"]] = field(default_factory=lambda: ["full"])
+    weights: list[Literal["full", "int8", "fp8", "int4", "nf4"]] = field(
+        default_factory=lambda: ["full"]
+    )
     # of keys and values; peers are measured with "full" alone
     kv_cache: list[Literal["full", "fp8"]] = field(default_factory=lambda: ["full"])
     profile: bool = False  # print which kernels a decoding step consists of
