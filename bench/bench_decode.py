@@ -1,8 +1,9 @@
 """Serving speed: time to the first token, and tokens per second while decoding.
 
     python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64]
-                                 [--weights full int8 fp8] [--peers plain compile]
-                                 [--kv-cache full fp8] [--profile] [--model 1.1B 8B 0.6B 135M 16x0.1B]
+                                 [--weights full int8 fp8 int4 nf4] [--peers plain compile]
+                                 [--kv-cache full fp8] [--profile]
+                                 [--model 1.1B 8B 0.6B 135M 16x0.1B]
 
 A Llama of 1.1 B parameters (dim 2048, 22 layers, 32 heads of 64, 4 key heads, hidden 5632,
 vocabulary 32000), bf16, random weights created on the device. `batch` prompts of `context` random
@@ -68,7 +69,9 @@ class Options:
     new: int = 64  # tokens per sequence
     peers: list[Literal["plain", "compile"]] = field(default_factory=list)
     # of the matrices; peers are measured with "full" alone
-    weights: list[Literal["full", "int8", "fp8"]] = field(default_factory=lambda: ["full"])
+    weights: list[Literal["full", "int8", "fp8", "int4", "nf4"]] = field(
+        default_factory=lambda: ["full"]
+    )
     # of keys and values; peers are measured with "full" alone
     kv_cache: list[Literal["full", "fp8"]] = field(default_factory=lambda: ["full"])
     profile: bool = False  # print which kernels a decoding step consists of
@@ -175,6 +178,7 @@ def their_model(model):
     """Return a model of transformers that shares the weights' memory."""
     import torch
     import transformers
+    from torch_model import as_torch
 
     config = transformers.LlamaConfig(**config_to_hf(model.config))
     config.attn_implementation = "sdpa"
@@ -182,12 +186,7 @@ def their_model(model):
         theirs = transformers.LlamaForCausalLM(config)
     state = {}
     for name, p in model.named_parameters():
-        data = p.data.view(cp.int16) if p.dtype.itemsize == 2 else p.data
-        tensor = torch.from_dlpack(data)
-        if p.dtype.itemsize == 2:
-            state[name] = tensor.view(torch.bfloat16)
-        else:
-            state[name] = tensor.bfloat16()
+        state[name] = as_torch(p.data).bfloat16()
     theirs.load_state_dict(state, assign=True)
     rotary = type(theirs.model.rotary_emb)(config=config).to("cuda")
     theirs.model.rotary_emb = rotary

@@ -173,6 +173,13 @@ def load_weights(model: Model, ours) -> None:
             theirs[name][: tensor.shape[0]].copy_(torch.from_numpy(tensor.numpy()))
 
 
+def as_torch(array):
+    """Return an array of xtrain, float32 or bf16, as a tensor of the same memory."""
+    if array.dtype.itemsize == 2:  # which DLPack does not know from CuPy
+        return torch.from_dlpack(array.view("int16")).view(torch.bfloat16)
+    return torch.from_dlpack(array)
+
+
 class Mixture(nn.Module):
     """transformers' model of a mixture of experts, in bf16, with grouped products.
 
@@ -191,11 +198,11 @@ class Mixture(nn.Module):
         state = self.model.state_dict()
         for name, p in ours.named_parameters():
             if "experts." not in name:
-                state[name].copy_(torch.from_dlpack(p.data))
+                state[name].copy_(as_torch(p.data))
         for i, layer in enumerate(ours.model.layers):
             for theirs, p in (("gate_up_proj", layer.mlp.gate_up), ("down_proj", layer.mlp.down)):
                 to = state[f"model.layers.{i}.mlp.experts.{theirs}"]
-                to.copy_(torch.from_dlpack(p.data).view(to.shape))
+                to.copy_(as_torch(p.data).view(to.shape))
 
     def forward(self, ids_BT, targets_BT):
         logits_NV = self.model(input_ids=ids_BT, use_cache=False).logits.flatten(0, 1)

@@ -86,7 +86,7 @@ class Options:
     stages: list[str] = field(default_factory=lambda: list(ALTERNATIVES))
     jobs: int = os.cpu_count() or 1
     layers: int = 22
-    weights: Literal["full", "int8", "fp8"] = "full"
+    weights: Literal["full", "int8", "fp8", "int4", "nf4"] = "full"
 
 
 # ---------------------------------------------------------------------- a candidate: stage -> value

@@ -443,7 +443,7 @@ lesson.check("4.3", linear_by_blas)
 # <details><summary>Hint 1</summary>
 #
 # BLAS sees y as (O, N), x as (I, N) and w as (I, O). In this view the result is
-# $y^\top = w \, x^\top$: O rows, N columns, and the sum runs over I.
+# `y.T = w @ x.T`: O rows, N columns, and the sum runs over I.
 #
 # </details>
 # <details><summary>Hint 2</summary>

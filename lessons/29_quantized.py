@@ -227,8 +227,8 @@ lesson.check("29.3", encode)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `_, e = np.frexp(a)` gives an e with $2^{e-1} \le a < 2^e$: one more than the e above. Numbers below $2^{-6}$, and 0,
-# need the e of $2^{-6}$: take `np.frexp(np.maximum(a, 2.0**-6))`.
+# `_, e = np.frexp(a)` gives an e with `2**(e-1) <= a < 2**e`: one more than the e above. Numbers below `2**-6`, and 0,
+# need the e of `2**-6`: take `np.frexp(np.maximum(a, 2.0**-6))`.
 #
 # </details>
 # <details><summary>Hint 2</summary>

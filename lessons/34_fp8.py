@@ -96,8 +96,8 @@ lesson.check("34.1", round_to)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `_, e = np.frexp(a)` gives an e with $2^{e-1} \le a < 2^e$: one more than the e above. Small numbers and 0 need the e of
-# $2^{least}$: `np.frexp(np.maximum(a, 2.0**least))`.
+# `_, e = np.frexp(a)` gives an e with `2**(e-1) <= a < 2**e`: one more than the e above. Small numbers and 0 need the e of
+# `2**least`: `np.frexp(np.maximum(a, 2.0**least))`.
 #
 # </details>
 # <details><summary>Hint 2</summary>

@@ -446,12 +446,11 @@ merge_kernel = lesson.yours(merge_kernel, merge_kernel_solution)
 # %% tags=["exercise"]
 @cuda.jit
 def walk_kernel(o_BD, q_BD, k_BSD, v_BSD, length_B):
-    """o (B, D): attention of query b to the first length[b] keys of sequence b. Grid B, block D =
-    16.
+    """o (B, D): attention of query b to the first length[b] keys of sequence b. Grid B, block 16.
 
-    The bits are those of chunk_kernel followed by merge_kernel. The block walks along the chunks
-    and keeps m, l and acc in registers. chunk_sums computes a chunk; q_BD[b] is a row, k_BSD[b] the
-    keys of a sequence.
+    The bits are those of chunk_kernel followed by merge_kernel, and each key is read once. The
+    block walks along the chunks and keeps m, l and acc in registers. chunk_sums computes a chunk;
+    q_BD[b] is a row, k_BSD[b] the keys of a sequence.
     """
     # YOUR CODE
 
@@ -472,12 +471,11 @@ lesson.check("35.3", walk_kernel)
 # Solution 35.3
 @cuda.jit
 def walk_kernel_solution(o_BD, q_BD, k_BSD, v_BSD, length_B):
-    """o (B, D): attention of query b to the first length[b] keys of sequence b. Grid B, block D =
-    16.
+    """o (B, D): attention of query b to the first length[b] keys of sequence b. Grid B, block 16.
 
-    The bits are those of chunk_kernel followed by merge_kernel. The block walks along the chunks
-    and keeps m, l and acc in registers. chunk_sums computes a chunk; q_BD[b] is a row, k_BSD[b] the
-    keys of a sequence.
+    The bits are those of chunk_kernel followed by merge_kernel, and each key is read once. The
+    block walks along the chunks and keeps m, l and acc in registers. chunk_sums computes a chunk;
+    q_BD[b] is a row, k_BSD[b] the keys of a sequence.
     """
     b, d = cuda.blockIdx.x, cuda.threadIdx.x
     q_D, k_SD, v_SD = q_BD[b], k_BSD[b], v_BSD[b]

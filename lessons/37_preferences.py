@@ -92,7 +92,7 @@ lesson.check("37.1", reward_loss)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# With `m = chosen - rejected` the losses are `np.logaddexp(0, -m)`. The slope $-\sigma(-m)$ is
+# With `m = chosen - rejected` the losses are `np.logaddexp(0, -m)`. The slope, `-sigmoid(-m)`, is
 # `-np.exp(-np.logaddexp(0, m))`. It is a mean: divide by n.
 #
 # </details>

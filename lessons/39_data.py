@@ -44,7 +44,9 @@ from xtrain import lesson
 # possible loss is known. A document has 60 tokens.
 
 # %%
-V, T, LENGTH = 16, 24, 60  # tokens of the language, of a row, of a document
+V = 16  # tokens of the language
+T = 24  # tokens of a row
+LENGTH = 60  # tokens of a document
 
 
 def document(table, rng, first=0):
@@ -226,13 +228,15 @@ signatures = np.array([signature(grams_of(d), a, b, PRIME) for d in kept])
 
 
 def jaccard(x, y):
-    x, y = set(grams_of(x).tolist()), set(grams_of(y).tolist())
+    x = set(grams_of(x).tolist())
+    y = set(grams_of(y).tolist())
     return len(x & y) / len(x | y)
 
 
 print("number of changes   Jaccard similarity   share of equal numbers")
 for many in (0, 1, 2, 4, 8, 16):
-    one, two = good[7], changed(good[7], many)
+    one = good[7]
+    two = changed(one, many)
     same = signature(grams_of(one), a, b, PRIME) == signature(grams_of(two), a, b, PRIME)
     print(f"{many:17} {jaccard(one, two):20.2f} {same.mean():24.2f}")
 
@@ -291,7 +295,8 @@ def first_ones_solution(signatures, bands):
     i * (K // bands) on. A document is dropped if all numbers of one of its bands are those of the
     same band of an earlier document, whether that one is kept or not.
     """
-    seen, kept = set(), []
+    seen = set()
+    kept = []
     for d, row in enumerate(signatures):
         keys = [(i, *part.tolist()) for i, part in enumerate(np.split(row, bands))]
         if not any(key in seen for key in keys):
@@ -418,7 +423,8 @@ sources = [
     [document(second, rng, V) for _ in range(40)],
 ]
 tests = [[document(table, rng) for _ in range(40)], [document(second, rng, V) for _ in range(40)]]
-sizes, steps = [LENGTH * len(documents) for documents in sources], 300
+sizes = [LENGTH * len(documents) for documents in sources]
+steps = 300
 print("alpha   shares       epochs        held-out loss: large   small   sum")
 for alpha in (1, 0.5, 0):
     shares, epochs = mixture(sizes, alpha, steps * 16 * T)

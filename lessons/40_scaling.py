@@ -45,7 +45,8 @@ from xtrain import lesson
 # and most of the 4,096 hardly ever. The **entropy**, the loss of a perfect model, is known:
 
 # %%
-V, T = 64, 32
+V = 64
+T = 32
 frequency = 1 / np.arange(1, V + 1)
 frequency /= frequency.sum()
 table = np.random.default_rng(0).choice(V, (V, V), p=frequency)
@@ -54,13 +55,16 @@ table = np.random.default_rng(0).choice(V, (V, V), p=frequency)
 def stream(n, seed):
     """-> (n + 2,) int32"""
     rng = np.random.default_rng(seed)
-    tokens, sure, other = [0, 1], rng.random(n) < 0.7, rng.choice(V, n, p=frequency)
+    tokens = [0, 1]
+    sure = rng.random(n) < 0.7
+    other = rng.choice(V, n, p=frequency)
     for i in range(n):
         tokens.append(int(table[tokens[-2], tokens[-1]] if sure[i] else other[i]))
     return np.array(tokens, np.int32)
 
 
-train_ids, test_ids = stream(300_000, 1), stream(16_000, 2)
+train_ids = stream(300_000, 1)
+test_ids = stream(16_000, 2)
 p = 0.7 * np.eye(V) + 0.3 * frequency  # row r: if the table says r
 entropy = -(p * np.log(p)).sum(1)[table[test_ids[:-2], test_ids[1:-1]]].mean()
 print(f"entropy {entropy:.3f}; guessing by frequency {-np.log(frequency[test_ids]).mean():.3f}")
@@ -199,7 +203,7 @@ lesson.check("40.2", best_size)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# N is the formula above, and D follows from C. Check: is $\alpha A / N^{\alpha}$ equal to $\beta B / D^{\beta}$?
+# N is the formula above, and D follows from C. Check: is `alpha * A / N**alpha` equal to `beta * B / D**beta`?
 #
 # </details>
 
@@ -222,7 +226,8 @@ print("operations   parameters       tokens   tokens per parameter")
 for C in (1e19, 1e21, 1e23):
     N, D = best_size(C, **FITTED)
     print(f"{C:10.0e} {N:12.1e} {D:12.1e} {D / N:22.0f}")
-C, E = 1e21, 1.69
+C = 1e21
+E = 1.69
 sizes = 10 ** np.linspace(7.5, 11, 36)
 at = lambda N: E + 406.4 / N**0.34 + 410.7 / (C / 6 / N) ** 0.28
 N, _ = best_size(C, **FITTED)
@@ -370,7 +375,8 @@ compare = lesson.yours(compare, compare_solution)
 
 # %% tags=["varies"]
 for long_run, short_run in ((400, 100), (400, 300)):
-    x, y = right[long_run], right[short_run]
+    x = right[long_run]
+    y = right[short_run]
     difference, error = compare(x.tolist(), y.tolist())
     apart = np.sqrt((x.var(ddof=1) + y.var(ddof=1)) / 200)
     print(f"{long_run} against {short_run} steps: {difference:+.1%}, error {error:.1%}", end="")

@@ -225,7 +225,8 @@ $L__BB0_2:
     ret;
 }
 """
-before, after = opcodes(CARELESS), opcodes(CAREFUL)
+before = opcodes(CARELESS)
+after = opcodes(CAREFUL)
 print(f"{sum(before.values())} instructions before, {sum(after.values())} after")
 for name in sorted(before.keys() | after.keys()):
     if before.get(name, 0) != after.get(name, 0):
@@ -439,7 +440,9 @@ def loops_solution(sass):
     address is below its own: from there to the BRA. (A BRA to itself is none.) In a BRA the label
     stands as `(.L_x_4). There may be a predicate in front.
     """
-    places, waiting, jumps = {}, [], []
+    places = {}
+    waiting = []
+    jumps = []
     for line in map(str.strip, sass.splitlines()):
         if line.endswith(":"):
             waiting.append(line[:-1])

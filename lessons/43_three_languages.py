@@ -13,8 +13,8 @@
 #
 # *About 60 minutes. You need [lesson 3](03_reductions.ipynb) and [lesson 14](14_tensor_cores.ipynb).*
 #
-# **The question.** The same kernel, RMSNorm of rows, in three languages that are all Python. In each of them it has to be decided which thread
-# handles which element. By the programmer or by the compiler? What does one write down, and what is left to the compiler?
+# **The question.** The same kernel, RMSNorm of rows, in three languages that are all Python. Which thread handles which element is
+# decided by the programmer in one, by the compiler in another, by an object in the third. What do you write down, and what is left to the compiler?
 #
 # You will write a kernel in Triton's way of thinking, as a program that handles a block of values, and the layouts of CuTe, which are functions from
 # coordinates to addresses. Triton and CuTe need packages and a GPU to run, so their kernels are read here, not run. (The one for Triton
@@ -60,7 +60,8 @@ def rmsnorm_kernel(y_NC, x_NC, w_C, eps):
 
 
 rng = np.random.default_rng(0)
-x, w = rng.normal(size=(3, 100)).astype(np.float32), rng.normal(size=100).astype(np.float32)
+x = rng.normal(size=(3, 100)).astype(np.float32)
+w = rng.normal(size=100).astype(np.float32)
 want = x / np.sqrt((x.astype(float) ** 2).mean(1, keepdims=True) + 1e-6) * w
 y = sim(np.zeros_like(x))
 lesson.launch(rmsnorm_kernel, 3, 32, y, sim(x), sim(w), np.float32(1e-6))
@@ -94,15 +95,16 @@ print(f"largest error {np.abs(np.asarray(y) - want).max():.0e}")
 #
 # `c` is a block of BLOCK numbers, a power of two, and so are all values computed from it. A pointer plus a block is a block of pointers. What lies beyond the row is kept away
 # by a **mask**: masked elements are neither read nor written, and `other` takes their place. The compiler decides which thread holds which element, vectorizes loads, and
-# puts the reduction into shuffles and shared memory, with its barriers. `num_warps` and tile sizes are tried out by autotuning.
+# puts the reduction into shuffles and shared memory, with its barriers. The number of warps (`num_warps`) and the sizes of tiles are found by autotuning: it runs several and keeps the fastest.
 #
-# A program can be read as NumPy. Here is what `load` and `store` do, and the kernel above on them:
+# A program can be read as NumPy. Here is what `load` and `store` do (on x and y alone: the program takes w itself), and the kernel above on them:
 
 
 # %% tags=["exercise"]
 def run_programs(program, rows, y, x, *arguments):
     """Run a program for each row. y, x: (R, C) arrays. -> y"""
-    flat_y, flat_x = y.reshape(-1), x.reshape(-1)
+    flat_y = y.reshape(-1)
+    flat_x = x.reshape(-1)
 
     def load(offsets, mask, other):
         return np.where(mask, flat_x[np.where(mask, offsets, 0)], np.float32(other))
@@ -138,8 +140,8 @@ def softmax_program(program_id, load, store, C, BLOCK):
     """Softmax of row program_id() of x, to the same row of y. Both are (R, C), row after row.
 
     load(offsets, mask, other) -> the elements of x at these offsets in memory, float32; `other`
-    where the mask is False. store(offsets, values, mask) writes to y. All three are arrays of
-    BLOCK elements, a power of two, at least C. Beyond its row a program reads and writes nothing.
+    where the mask is False. store(offsets, values, mask) writes to y. Offsets, values and masks are
+    arrays of BLOCK elements, a power of two, at least C. A program reads and writes its row only.
     """
     # YOUR CODE
 
@@ -150,7 +152,7 @@ lesson.check("43.1", softmax_program)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Begin as in `rmsnorm_program`. With `other = -np.inf` the maximum is that of the row, and $e^{-\infty} = 0$ adds nothing to the sum.
+# Begin as in `rmsnorm_program`. With `other = -np.inf` the maximum is that of the row, and `np.exp(-np.inf)`, 0, adds nothing to the sum.
 #
 # </details>
 
@@ -161,8 +163,8 @@ def softmax_program_solution(program_id, load, store, C, BLOCK):
     """Softmax of row program_id() of x, to the same row of y. Both are (R, C), row after row.
 
     load(offsets, mask, other) -> the elements of x at these offsets in memory, float32; `other`
-    where the mask is False. store(offsets, values, mask) writes to y. All three are arrays of
-    BLOCK elements, a power of two, at least C. Beyond its row a program reads and writes nothing.
+    where the mask is False. store(offsets, values, mask) writes to y. Offsets, values and masks are
+    arrays of BLOCK elements, a power of two, at least C. A program reads and writes its row only.
     """
     c = np.arange(BLOCK)
     x = load(program_id() * C + c, c < C, -np.inf)
@@ -334,7 +336,7 @@ lesson.figures.ownership(np.stack([first, second]), "8:1 and 4:8 above, 8:4 and 
 #     rmsnorm_kernel(mY, mX, mW, eps).launch(grid=(mX.shape[0], 1, 1), block=(32, 1, 1))
 # ```
 #
-# The shapes must be known when it is compiled, so that `x` fits into registers, and C must be a multiple of 32: this kernel has no masks. The layouts earn their keep with tensor cores, where
+# The shapes must be known when the kernel is compiled, so that `x` fits into registers, and C must be a multiple of 32: this kernel has no masks. The layouts earn their keep with tensor cores, where
 # the fragments of [lesson 14](14_tensor_cores.ipynb) are thread-value layouts that come with the instruction, and copies, swizzles and tiles are composed with them.
 #
 # ## Measure: the two layouts
@@ -367,7 +369,7 @@ for kernel, layouts in ((strided_kernel, "32:1 and 4:32"), (neighbours_kernel, "
     print(f" {read.efficiency:.0%} of the bytes used per request")
 
 # %% [markdown]
-# Number by number the second layout is four times as expensive, since each of its instructions touches all 16 sectors of the row. It pays when the four neighbours are *one* access of 16 bytes
+# Number by number the second layout moves four times as many sectors, since each of its instructions touches all 16 of the row. It pays when the four neighbours are *one* access of 16 bytes
 # ([lesson 2](02_memory.ipynb)). In Numba one writes that access; Triton's compiler finds it, if it can prove that the pointers are aligned; in CuTe the value layout says it.
 #
 # **The improvement** of one language over another is not speed: all three end in PTX. It is what one can leave out.
@@ -377,8 +379,8 @@ for kernel, layouts in ((strided_kernel, "32:1 and 4:32"), (neighbours_kernel, "
 # | one writes the work of | a thread | a block of values | a thread, with layouts |
 # | who assigns elements to threads | index arithmetic | the compiler | a layout |
 # | shared memory, barriers | by hand | the compiler | by hand, with layouts |
-# | edges | `if`, loops | masks | predicates, or shapes that fit |
-# | tensor cores | inline PTX | `tl.dot` | atoms, chosen and tiled by hand |
+# | edges | `if`, loops | masks | predicates (a mask per element), or shapes that fit |
+# | tensor cores | inline PTX | `tl.dot` | atoms (an instruction and its layouts), chosen and tiled by hand |
 # | mistakes show as | races, deadlocks | wrong masks, slow code | shapes that do not compose |
 # | without a GPU | the simulator | the interpreter, for values | compiles |
 #
@@ -396,7 +398,7 @@ lesson.source(rmsnorm.make_fwd_kernel)
 #
 # *One program for a very long row.* BLOCK is a whole row here, so it must fit into registers. Beyond that it spills, and a Triton kernel gets a loop over parts, as in Numba.
 #
-# *Masks with `other=0` everywhere.* Right for sums, wrong for a maximum, a product, or the exponential of a row of negative numbers: exercise 43.1.
+# *Masks with `other=0` everywhere.* Right for a sum, wrong for a product, for the maximum of negative numbers, and for a sum of exponentials, to which it adds $e^{0-m}$: exercise 43.1.
 #
 # *Reading a layout as a shape.* `(2, 4):(4, 1)` and `(2, 4):(1, 2)` have the same shape and different orders in memory. Only shape and stride together say where an element is.
 #

@@ -94,7 +94,9 @@ class PretendEngine(xtrain.Engine):
 
     def __init__(self, prefill, decode):
         super().__init__(model, max_batch=4)
-        self.prefill, self.decode, self.prefills = prefill, decode, 0
+        self.prefill = prefill
+        self.decode = decode
+        self.prefills = 0
 
     def submit(self, *requests):
         self.scheduler.unfinished.update((id(r), r) for r in requests)
@@ -145,7 +147,9 @@ def started(pretend):
 
 
 sys.setswitchinterval(5e-4)  # how long a thread may keep the GIL if another one wants it
-rows, steps, ms = ["streams   policy              ms per step   events"], 60, {}
+rows = ["streams   policy              ms per step   events"]
+steps = 60
+ms = {}
 for n in (8, 64, 256):
     for name, share in (
         ("ask at once", 1.0),
@@ -205,8 +209,10 @@ for name, seconds in (
     ("start at once", 0.0),
     ("wait up to 10 ms", engine_loop.ADMISSION_SECONDS),
 ):
-    usual, engine_loop.ADMISSION_SECONDS = engine_loop.ADMISSION_SECONDS, seconds
-    prefills, times = [], []
+    usual = engine_loop.ADMISSION_SECONDS
+    engine_loop.ADMISSION_SECONDS = seconds
+    prefills = []
+    times = []
     for _ in range(10):
         pretend = PretendEngine(0.02, 0.005)
         thread = started(pretend)
@@ -214,7 +220,8 @@ for name, seconds in (
         prefills.append(pretend.prefills)
         thread.stop()
     engine_loop.ADMISSION_SECONDS = usual
-    median, last = np.median(times), np.mean(np.max(times, 1))
+    median = np.median(times)
+    last = np.mean(np.max(times, 1))
     rows.append(f"{name:20} {np.mean(prefills):8.1f}   {median:6.1f}, {last:6.1f}")
 print("\n".join(rows))
 
@@ -231,7 +238,14 @@ print("\n".join(rows))
 def at_intervals(interval, rate=60, tokens=200, n=600):
     """-> steps with a prefill, median ms to the first token, median s of a whole answer"""
     arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / rate, n)).tolist()
-    now, step, last, waiting, left, first, whole, prefills = 0.0, 0, -interval, [], {}, [], [], 0
+    now = 0.0
+    step = 0
+    prefills = 0
+    last = -interval  # the last step with a prefill
+    waiting = []
+    left = {}  # tokens that a running request, named by its arrival, still needs
+    first = []
+    whole = []
     while len(whole) < n:
         while arrivals and arrivals[0] <= now:
             waiting.append(arrivals.pop(0))
@@ -239,7 +253,8 @@ def at_intervals(interval, rate=60, tokens=200, n=600):
             now = arrivals[0]
             continue
         admitted = waiting if not left or step - last >= interval else []
-        now, step = now + 0.005 + 0.025 * bool(admitted), step + 1
+        now += 0.005 + 0.025 * bool(admitted)
+        step += 1
         for arrival in list(left):
             left[arrival] -= 1
             if not left[arrival]:
@@ -248,7 +263,9 @@ def at_intervals(interval, rate=60, tokens=200, n=600):
         if admitted:
             first += [now - arrival for arrival in admitted]
             left |= dict.fromkeys(admitted, tokens - 1)
-            waiting, last, prefills = [], step, prefills + 1
+            waiting = []
+            last = step
+            prefills += 1
     return prefills, 1e3 * np.median(first), np.median(whole)
 
 
@@ -311,7 +328,8 @@ def start_times_solution(arrivals, seconds, slots):
     arrivals: seconds, ascending.  seconds: how long each request occupies its slot.  slots: at
     least 1. First come, first served: a request starts when it has arrived and a slot is free.
     """
-    free_at, starts = [0.0] * slots, []
+    free_at = [0.0] * slots
+    starts = []
     for arrival, n in zip(arrivals, seconds):
         slot = free_at.index(min(free_at))
         starts.append(max(arrival, free_at[slot]))
@@ -346,14 +364,16 @@ for load in (0.5, 0.8):
         f"one slot, load {load}: mean wait {simulated(load, 1)[0].mean():.1f} s, formula "
         f"{load / (1 - load):.1f} s"
     )
-loads, percentiles = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98), {"p50": [], "p90": [], "p99": []}
-print("16 slots:   load   waiting p50   p99   whole p50   p99")
+loads = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
+percentiles = {"p50": [], "p90": [], "p99": []}
+print("16 slots:   load   waiting mean    p50   p99   whole p50   p99")
 for load in loads:
     waits, whole = simulated(load, 16)
     for q, row in zip((50, 90, 99), percentiles.values()):
         row.append(np.percentile(whole, q))
-    w, t = np.percentile(waits, [50, 99]), np.percentile(whole, [50, 99])
-    print(f"{load:16.2f} {w[0]:13.2f} {w[1]:5.2f} {t[0]:11.2f} {t[1]:5.2f}")
+    w = np.percentile(waits, [50, 99])
+    t = np.percentile(whole, [50, 99])
+    print(f"{load:16.2f} {waits.mean():14.2f} {w[0]:6.2f} {w[1]:5.2f} {t[0]:11.2f} {t[1]:5.2f}")
 lesson.figures.curves(
     loads, percentiles, "load", "seconds until the answer is complete",
     "16 slots, answers of 1 s on average", log=False,
@@ -364,8 +384,8 @@ lesson.figures.curves(
 # $1 / (1 - \rho)$, and its tail first: a server is sized by the latency that its 99th percentile may
 # have, not by its throughput.
 #
-# **The improvement** over one slot is in the same table: with 16 slots at a load of 80 % the median request does not
-# wait, with one slot the mean wait is four service times. Slots that share one queue are better than one queue for
+# **The improvement** over one slot is in the same table: at a load of 80 % the mean wait is 0.10 s with 16 slots, and
+# 3.9 s with one. Slots that share one queue are better than one queue for
 # each: no slot is idle while a request waits in another queue.
 #
 # ## An engine under Poisson load

@@ -109,8 +109,8 @@ def encode_kernel(codes_n, largest_1, counts_2, x_n, scale_1):
     Grid ceil(n / 64), block 64: a thread per number. x, scale: float32, scale > 0.
     codes: uint8, the sign in the highest bit. Beyond 448: the code of 448, 0x7E, with x's sign. NaN
     and both infinities: 0x7F.
-    largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; those of infinity if an x[i] is
-    not finite.
+    largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; those of infinity or of a NaN
+    if an x[i] is not finite.
     counts: (2,) int64, add to them: how many x[i] are finite with |x[i] / scale| > 448; how many
     are not finite.
     """
@@ -143,14 +143,16 @@ def encode_kernel_solution(codes_n, largest_1, counts_2, x_n, scale_1):
     Grid ceil(n / 64), block 64: a thread per number. x, scale: float32, scale > 0.
     codes: uint8, the sign in the highest bit. Beyond 448: the code of 448, 0x7E, with x's sign. NaN
     and both infinities: 0x7F.
-    largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; those of infinity if an x[i] is
-    not finite.
+    largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; those of infinity or of a NaN
+    if an x[i] is not finite.
     counts: (2,) int64, add to them: how many x[i] are finite with |x[i] / scale| > 448; how many
     are not finite.
     """
     i = cuda.grid(1)
     if i < x_n.size:
-        size, a, code = abs(x_n[i]), abs(x_n[i] / scale_1[0]), 0x7F
+        size = abs(x_n[i])
+        a = abs(x_n[i] / scale_1[0])
+        code = 0x7F
         if size < float32(np.inf):
             if a > float32(448.0):
                 a = float32(448.0)
@@ -178,7 +180,8 @@ encode_kernel = lesson.yours(encode_kernel, encode_kernel_solution)
 # %%
 x_n = lesson.array(np.array([3, -0.4, 7, 20, np.inf], np.float32))
 scale_1 = lesson.array(np.array([2 * 7 / 448], np.float32))
-codes_n, largest_1 = lesson.array(np.zeros(5, np.uint8)), lesson.array(np.zeros(1, np.int32))
+codes_n = lesson.array(np.zeros(5, np.uint8))
+largest_1 = lesson.array(np.zeros(1, np.int32))
 counts_2 = lesson.array(np.zeros(2, np.int64))
 lesson.launch(encode_kernel, 1, 64, codes_n, largest_1, counts_2, x_n, scale_1)
 print("codes  ", *(f"{c:#04x}" for c in lesson.host(codes_n)))
@@ -355,7 +358,9 @@ shapes = {  # layers, width, width of Q, of K and V, of the MLP, vocabulary, tok
 }
 print("                           blocks   head   attention   if fp8 halves the blocks")
 for name, (L, C, Q, KV, F, vocabulary, T) in shapes.items():
-    blocks, head, attention = L * C * (2 * Q + 2 * KV + 3 * F), C * vocabulary, L * Q * T
+    blocks = L * C * (2 * Q + 2 * KV + 3 * F)
+    head = C * vocabulary
+    attention = L * Q * T
     total = blocks + head + attention
     share = [100 * part / total for part in (blocks, head, attention)]
     print(f"{name:25} {share[0]:6.0f} % {share[1]:4.0f} % {share[2]:9.0f} %", end="")
@@ -369,7 +374,8 @@ for name, (L, C, Q, KV, F, vocabulary, T) in shapes.items():
 
 # %%
 print("width   saved by fp8, µs   writing codes, µs")
-widths, tokens = (256, 512, 768, 1024, 2048, 4096), 16384
+widths = (256, 512, 768, 1024, 2048, 4096)
+tokens = 16384
 saved = [3 * 2 * tokens * C * C * (1 / 989e6 - 1 / 1979e6) for C in widths]
 codes = [(2 * tokens * C + C * C) * 4 / 3.35e6 for C in widths]
 for C, s, c in zip(widths, saved, codes):
@@ -426,8 +432,10 @@ x[5, 6] = 1000.0  # saturates
 x_bf16 = np.asarray(round_to(x, *FORMATS["bf16"]), np.float32)
 state = [sim(s) for s in (np.ones(1, np.float32), np.zeros(1, np.int32), np.zeros(2, np.int64))]
 theirs = fp8.fp8(sim(x_bf16.astype(BFLOAT16)), fp8.Slot(*state, "e4m3"))
-x_n, scale_1 = lesson.array(x_bf16.ravel()), lesson.array(np.ones(1, np.float32))
-codes_n, largest_1 = lesson.array(np.zeros(x.size, np.uint8)), lesson.array(np.zeros(1, np.int32))
+x_n = lesson.array(x_bf16.ravel())
+scale_1 = lesson.array(np.ones(1, np.float32))
+codes_n = lesson.array(np.zeros(x.size, np.uint8))
+largest_1 = lesson.array(np.zeros(1, np.int32))
 counts_2 = lesson.array(np.zeros(2, np.int64))
 lesson.launch(encode_kernel, x.size // 64, 64, codes_n, largest_1, counts_2, x_n, scale_1)
 mine = lesson.host(codes_n).reshape(128, 128)

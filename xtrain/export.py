@@ -3,6 +3,7 @@
     python -m xtrain.export --model FOLDER --gguf FILE --type q8_0      a GGUF file, for llama.cpp and Ollama
     python -m xtrain.export --model ADAPTERS --merge FOLDER             LoRA adapters and their model as one model
     python -m xtrain.export --model FOLDER --folder OUT --dtype bfloat16     a Hugging Face folder in another dtype
+    python -m xtrain.export --model FOLDER --folder OUT --calibrate TEXT     the same model, to be served with --weights int4
 
 For transformers, vLLM and other programs that read Hugging Face folders no export is needed: every
 checkpoint is one, in float32.
@@ -13,13 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from .cli import command, command_line, print_text, say
+from .data.text_files import read_text
 from .data.tokenizer import Tokenizer
+from .device import resolve_device
 from .errors import UserError
 from .formats.adapters import base_folder, is_adapter, source_of
 from .formats.gguf_file import write
 from .formats.huggingface import save, stored_dtype
 from .formats.saved_runs import model_folder
+from .nn.calibration import calibrate
 from .nn.model import Transformer
 from .options import parse
 
@@ -39,16 +45,27 @@ class Options:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # with --merge and --folder: MODULE:FUNCTION, with which the model was changed
     change: str | None = None
+    # with --merge and --folder: a text like those that the model will see; columns of the matrices
+    # are scaled for it, so that --weights of the kind below loses less. The model computes the same
+    calibrate: str = ""
+    weights: Literal["int8", "fp8", "int4", "nf4"] = "int4"  # with --calibrate
     # with --gguf, of the matrices: f32 is exact, f16 rounds to 11 bits, q8_0 to 8 bits with a scale
     # for every 32 values
     type: Literal["f32", "f16", "q8_0"] = "f16"
 
 
-def write_folder(folder: Path, out: Path, dtype: str = "auto", change: str | None = None) -> str:
+def write_folder(
+    folder: Path,
+    out: Path,
+    dtype: str = "auto",
+    change: str | None = None,
+    calibration: tuple[str, str] | None = None,
+) -> str:
     """Write a model, with adapters added to it, as a Hugging Face folder. Return the dtype. Raises
     UserError.
 
     change: MODULE:FUNCTION, with which the model was changed.
+    calibration: a text file, and the kind of weights for which columns are scaled.
     """
     base = base_folder(folder)
     if out.resolve() in (folder.resolve(), base.resolve()):
@@ -56,9 +73,23 @@ def write_folder(folder: Path, out: Path, dtype: str = "auto", change: str | Non
     if dtype == "auto":
         dtype = stored_dtype(base)
     tokenizer = Tokenizer.load(source_of(folder, "tokenizer.json"))
-    model = Transformer.from_pretrained(folder, trainable=False, change=change)
+    device = "cpu" if calibration is None else resolve_device("auto")
+    model = Transformer.from_pretrained(folder, device, trainable=False, change=change)
+    if calibration is not None:
+        text, kind = calibration
+        calibrate(model, calibration_tokens(Path(text), tokenizer, model.config.context), kind)
     save(model, out, tokenizer, dtype=dtype)
     return dtype
+
+
+def calibration_tokens(path: Path, tokenizer: Tokenizer, context: int) -> np.ndarray:
+    """Return up to 16 x 512 tokens of a text, in rows of at most the context. Raises UserError."""
+    ids = tokenizer.encode("".join(read_text(path)))
+    T = min(512, context)
+    rows = min(16, len(ids) // T)
+    if rows == 0:
+        raise UserError(f"{path} has {len(ids)} tokens: --calibrate needs at least {T}")
+    return np.array(ids[: rows * T], np.int32).reshape(rows, T)
 
 
 @command("xtrain.export")
@@ -74,8 +105,12 @@ def main(arguments: list[str] | None = None) -> int:
             f"{folder} has no adapter_config.json, so there is nothing to merge: give the folder "
             "of adapters, or --folder"
         )
+    if options.gguf and options.calibrate:
+        raise UserError("--calibrate is for --merge and --folder: leave it out with --gguf")
     if not options.gguf:
-        dtype = write_folder(folder, Path(outputs[0]), options.dtype, options.change)
+        calibration = (options.calibrate, options.weights) if options.calibrate else None
+        out = Path(outputs[0])
+        dtype = write_folder(folder, out, options.dtype, options.change, calibration)
         merged = ""
         if is_adapter(folder):
             merged = f" and {base_folder(folder)}, merged"

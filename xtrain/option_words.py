@@ -47,6 +47,10 @@ OTHER_NAMES = {  # xtrain's name -> what others call it
     "pack": "packing",
     "lora": "lora-r lora-rank",
     "lora-targets": "lora-target-modules target-modules",
+    "lora-rslora": "use-rslora rslora",
+    "lora-dora": "use-dora dora",
+    "lora-rank-pattern": "rank-pattern",
+    "lora-alpha-pattern": "alpha-pattern",
     "group": "num-generations",
     "kl": "beta kl-coef",
     "clip-ratio": "epsilon",
@@ -130,7 +134,7 @@ HINTS = {  # options that xtrain does not have -> what to do
     "graph": "CUDA graphs are used where they can be: leave it out",
     "stream-output": "use --stream",
     "load-in-8bit": "use --weights int8",
-    "load-in-4bit": "4-bit weights are not supported: use --weights int8",
+    "load-in-4bit": "use --weights nf4, or int4",
     "lora": "use xtrain finetune --lora, see lessons/howto/finetune.md",
 }  # fmt: skip
 

@@ -139,7 +139,7 @@ def judge(
         return Verdict(True, f"{title}: correct. {cases}{safe}.{remarks}", runner.stepper)
     if attempt.drawn:
         text += (
-            f'\nThe same numbers again: lesson.check("{exercise.number}", {exercise.name}, seed={seed}), or '
+            f'\nThe same random numbers, seed {seed}, again: lesson.check("{exercise.number}", {exercise.name}, seed={seed}), or '
             f"`python -m xtrain.lesson check {exercise.number} --seed {seed}`."
         )
     if GAP in attempt.source and not attempt.facts.empty:
@@ -169,6 +169,7 @@ class Attempt:
     _wide: list = field(default_factory=list)
     _atomics: list = field(default_factory=list)
     _arrays_made: int = 0
+    in_random_case: bool = False
     _rng: np.random.Generator | None = None
     _of_rank: threading.local = field(default_factory=threading.local)
 
@@ -265,6 +266,7 @@ class Attempt:
         """The fixed cases, and then the random ones of this run: draw(rng), several times where they are cheap."""
         yield from fixed
         self.settle()  # before an error would name the seed
+        self.in_random_case = True
         for _ in range(times):
             yield _plain(draw(self.rng))
 
@@ -439,7 +441,7 @@ class Attempt:
         return tuple(got)
 
     def wrong(self, text: str) -> Wrong:
-        where = self.where + f" (random numbers, seed {self.seed})" * self.drawn
+        where = self.where + f" (random numbers, seed {self.seed})" * self.in_random_case
         return Wrong(f"With {where}:\n{textwrap.indent(text, '  ')}" if self.where else text)
 
     def need(self, ok: bool, text: str):
@@ -485,7 +487,7 @@ class Attempt:
 
 
 # ----------------------------------------------------------------------------- helpers
-NUMBER = "In this line a number stands where an array is needed: is there one index too many?"
+NUMBER = "In this line a number stands where an array is needed, or a tuple: is there one index too many, or is the case of a number missing?"
 WHOLE = "A kernel computes with single elements: every array needs its index, as in y_n[i]."
 ADVICE = (  # the advice for an error whose message contains all these words
     (("'Dim3'",), "cuda.blockIdx, blockDim and threadIdx have three parts each: write cuda.blockIdx.x."),
@@ -496,6 +498,7 @@ ADVICE = (  # the advice for an error whose message contains all these words
     (("'Array'", "unsupported operand"), WHOLE),
     (("'Array'", "not iterable"), WHOLE),
     (("truth value of an array",), "An array of several elements is neither true nor false: choose with np.where, ask whether it `is None`, or use .any() or .all()."),
+    (("'tuple' object is not callable",), "A tuple is called like a function: take one of its elements, or pass it to a function."),
     (("is not callable",), "A number is called like a function: remove the () after it."),
     (("'tuple' object cannot be interpreted",), "A tuple stands here where an integer is needed: take one of its elements, or the number of elements."),
     (("cannot be interpreted as an integer",), "An index must be an integer: divide with //, not with /."),
@@ -506,7 +509,7 @@ ADVICE = (  # the advice for an error whose message contains all these words
         "function, or give it a value first.",
     ),
     (("zero-size array",), "An empty array has no maximum: a slice is empty here. Check its start and end."),
-    (("positional argument",), "This call has too few or too many arguments: the lesson says which arguments the function takes, and in which order."),
+    (("positional argument",), "This call has too few or too many arguments: the lesson says which arguments the function takes, and in which order. *pair passes the elements of a pair one by one."),
     (
         ("converted to uint16, which it does not fit",),
         "The bits were added and stored as an integer: load1(x, i) converts bf16 bits to a number, and store1(y, i, v) converts it back.",

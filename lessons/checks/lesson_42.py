@@ -169,7 +169,9 @@ NESTED = """.L_x_1:
 
 
 def found(sass, keep=lambda to, here: to < here, base=16, pattern=r"BRA `\((\S+)\)", order=lambda x: x, after=0, clear=True):  # fmt: skip
-    places, waiting, jumps = {}, [], []
+    places = {}
+    waiting = []
+    jumps = []
     for line in map(str.strip, sass.splitlines()):
         if line.endswith(":"):
             waiting.append(line[:-1])
@@ -207,7 +209,8 @@ LOOPS = {
 
 
 def machine_code(rng):
-    lines, labels = [], [f".L_x_{i}" for i in range(4)]
+    lines = []
+    labels = [f".L_x_{i}" for i in range(4)]
     places = sorted(rng.choice(10, 4).tolist())
     for i in range(10):
         lines += [f"{labels[k]}:" for k in range(4) if places[k] == i]

@@ -61,7 +61,8 @@ def softmax(x, most=None, other=None, extra=0, sum_of=np.sum):
     "43.1", "softmax_program",
     first_step="c = np.arange(BLOCK), and x = load(program_id() * C + c, c < C, other). Which `other` changes neither the maximum nor the sum?",
     hints={
-        "TypeError": "load(offsets, mask, other), store(offsets, values, mask), program_id() and x.max() are functions: call them so.",
+        "TypeError": "load(offsets, mask, other), store(offsets, values, mask), program_id() and x.max() are functions: call them with ().",
+        "NameError": "load, store and program_id are arguments here, and np computes: there is no tl.",
         "ValueError": "Offsets, values and mask are arrays of BLOCK elements: row r begins at offset r * C.",
     },
     kernel=False,
@@ -84,18 +85,19 @@ def softmax_program(e):
                 memory.loaded.reshape(x.shape)[row],
                 memory.stored.reshape(x.shape)[row],
             )
-            e.need(stored.all(), f"Element {stored.argmin()} of the row was never stored: the mask is True for every element of the row.")  # fmt: skip
+            e.need(stored.all(), f"Element {stored.argmin()} of the row was never stored: the mask must be True for every element of the row. Compare columns, c < C, not offsets.")  # fmt: skip
             beyond = dict(extra=BLOCK - C)
             mistakes = {
-                f"Element {loaded.argmin()} of the row was never loaded: the mask is True for every element of the row.": lambda got, loaded=loaded: not loaded.all(),
-                "`other` is larger than every element of this row, so it is the maximum. Which number is never the largest?": lambda got, x=mine: x.max() < -1e20 and not got.any(),
+                f"Element {loaded.argmin()} of the row was never loaded: the mask must be True for every element of the row.": lambda got, loaded=loaded: not loaded.all(),
+                "`other` is larger than every element of this row, so it is the maximum. Which number is never the largest?": lambda got, x=mine: x.max() < -150 and bool((got < 1e-3).all()),
                 "Only NaN was stored: infinite - infinite and 0 / 0 are NaN. Is the row's largest element subtracted, without the places beyond the row?": lambda got: bool(np.isnan(got).all()),
                 "The elements beyond the row are in the sum: exp(0 - m) is not 0. Which `other` adds nothing?": softmax(mine, other=0.0, **beyond),
                 "The maximum is missing: exp of a large number is infinite. Subtract the row's largest element.": lambda got: bool(np.isnan(got).any()),
                 "`other` must add nothing to the sum: exp of a very negative number, not of a large one.": softmax(mine, other=1.0, **beyond),
                 "Divide by the sum of the row.": softmax(mine, sum_of=lambda e: 1.0),
-                "The mean is not the sum.": softmax(mine, other=-np.inf, sum_of=np.mean, **beyond),
+                "The mean is not the sum.": lambda got, x=mine, C=C, BLOCK=BLOCK: any(np.allclose(got, n * softmax(x)) for n in (C, BLOCK)),
                 "The logarithm of softmax was stored.": np.log(np.maximum(softmax(mine), 1e-300)),
+                "Softmax is never negative: subtract the maximum from x, before exp.": lambda got: bool((got < 0).any()),
             }  # fmt: skip
             e.same("y[row]", memory.y[row].astype(np.float64), softmax(mine), mistakes, 1e-4, 1e-6)
 
@@ -126,6 +128,16 @@ def first_of(d):
     return d if isinstance(d, int) else first_of(d[0])
 
 
+def coordinate(i, shape):
+    if isinstance(shape, int):
+        return i
+    found = []
+    for s in shape:
+        found.append(coordinate(i % size(s), s))
+        i //= size(s)
+    return tuple(found)
+
+
 def ones(shape):
     return 1 if isinstance(shape, int) else tuple(ones(s) for s in shape)
 
@@ -149,7 +161,7 @@ LAYOUTS = [((2, 4), (4, 1)), ((4, (2, 3)), (2, (1, 8))), (5, 3), ((3,), (2,)), (
 
 def whole(e, got):
     e.need(got is not None, "Nothing is returned: end with `return` and the offset.")
-    e.need(np.ndim(got) == 0 and isinstance(got, (int, np.integer)), f"An offset is a whole number, got {got!r}.")  # fmt: skip
+    e.need(np.ndim(got) == 0 and isinstance(got, (int, np.integer)), f"An offset is a whole number, got {got!r}." + " Divide with //." * isinstance(got, float))  # fmt: skip
     return int(got)
 
 
@@ -168,13 +180,20 @@ def random_layout(rng, depth=0):
         "RecursionError": "For an integer shape the answer is i * stride, without a call.",
         "TypeError": "shape and stride are integers, or tuples of the same length, at any depth: isinstance(shape, int).",
         "IndexError": "A tuple may have any number of modes, also one.",
+        "ValueError": "A tuple may have any number of modes, also one.",
+        "AttributeError": "shape and stride are integers or tuples, which do not change: shape[0] is the first mode, shape[1:] the others.",
     },
     kernel=False,
 )  # fmt: skip
 def offset(e):
     layouts = [*LAYOUTS, *(random_layout(e.rng) for _ in range(5))]
     cases = [(f"i = {i}, layout {text(x)}", (i, *x)) for x in layouts for i in sorted({5 % size(x[0]), *range(0, size(x[0]), 3)})]  # fmt: skip
-    judged(e, cases, lambda got: whole(e, got), place, OFFSET, lambda *_: "The coordinate of each mode times its stride, added; the first mode runs fastest.")  # fmt: skip
+
+    def other(arguments, want, got):
+        i, shape, _ = arguments
+        return f"The coordinate of this element is {coordinate(i, shape)}: each number times its stride, added."
+
+    judged(e, cases, lambda got: whole(e, got), place, OFFSET, other)
 
 
 def elements(thread, threads, values):
@@ -212,12 +231,15 @@ def owned(e):
 
     def read(got):
         e.need(got is not None, "Nothing is returned: end with `return` and the list.")
+        e.need(not hasattr(got, "__next__"), "A generator is returned: make a list of it.")
         e.need(np.ndim(got) == 1, f"Return a list of offsets, got {got!r}.")
         return [whole(e, x) for x in got]
 
     def other(arguments, want, got):
         if len(got) != len(want):
             return f"There are size(values[0]) values: {len(want)} here, not {len(got)}."
-        return "Value v of the thread is at threads(t) + values(v)."
+        t, threads, values = arguments
+        v = next(v for v, (x, y) in enumerate(zip(got, want)) if x != y)
+        return f"threads({t}) is {place(t, *threads)}, values({v}) is {place(v, *values)}: value {v} of the thread is at their sum."
 
     judged(e, cases, read, elements, OWNED, other)

@@ -171,7 +171,7 @@ UNSUPPORTED = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
     ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
-    ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM'"),
+    ({"architectures": ["Qwen2MoeForCausalLM"]}, "'Qwen2MoeForCausalLM'"),
     ({"architectures": ["Qwen3ForCausalLM"]}, "model_type 'llama'"),
     ({"architectures": None, "model_type": "gemma"}, "model_type 'gemma'"),
     ({"architectures": None, "model_type": None}, "model_type None"),

@@ -50,6 +50,7 @@ from xtrain.kernels.decoding.penalties import (
 )
 from xtrain.kernels.decoding.token_masks import mask_logits
 from xtrain.kernels.distillation import distillation
+from xtrain.kernels.dora import inverse_norms, scale_columns, scale_columns_bwd
 from xtrain.kernels.elementwise import add_into, scale_into
 from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
 from xtrain.kernels.entropy import entropy
@@ -79,7 +80,7 @@ from xtrain.kernels.moving_average import moving_average
 from xtrain.kernels.muon import momentum, muon_update, orthogonalize
 from xtrain.kernels.peers import MOST, add_peers, copy_to_peers
 from xtrain.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
-from xtrain.kernels.quantize import CODES, dequantize, quantize
+from xtrain.kernels.quantize import KINDS, dequantize, quantize
 from xtrain.kernels.rope import rope_tables
 from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.silu_mul import silu_mul_bwd, silu_mul_fwd
@@ -174,6 +175,13 @@ def tables(dtype):
             for reverse in (False, True):
                 options = V, inverse, 0.5, reverse, gradient
                 distillation(draw(N, padded, dtype=dtype), targets, ids, teacher, *options)
+
+    for N, O in ((1, 1), (33, 37), (300, 264)):  # noqa: E741
+        m = draw(O)
+        scale_columns(draw(N, O, dtype=dtype), m, m)
+        scale_columns(draw(N, O, dtype=dtype), m, m, m)
+        scale_columns_bwd(draw(N, O, dtype=dtype), draw(N, O, dtype=dtype), m, m, draw(O))
+        inverse_norms(draw(O), m, draw(4, O), draw(4, O), draw(O, 4), 2.0)
 
 
 def optimizer():
@@ -283,15 +291,15 @@ def serving(dtype):
             chain_add_norm_gemv(draw(N, K), None, norm, w, 1e-6)
             chain_add_norm_gemv(draw(N, K), x, norm, w, 1e-6, True, True)
     for kind, N, K, M in itertools.product(
-        CODES, (1, 8, 9, 32), (16, 64, 1088, 5632), (2, 70, 514)
+        KINDS, (1, 8, 9, 32), (16, 64, 1088, 5632), (2, 70, 514)
     ):
         w = quantize(draw(M, K, dtype=dtype), kind)
-        if gemv_fits(N, K, dtype, quantized=True):
+        if gemv_fits(N, K, dtype, quantized=kind):
             x, norm = draw(N, K, dtype=dtype), draw(K)
             gemv(x, w, b_O=draw(M))
-            if gemv_fits(N, K, dtype, quantized=True, fused=True):
+            if gemv_fits(N, K, dtype, quantized=kind, fused=True):
                 add_norm_gemv(x, draw(N, K), norm, w, 1e-6, True)
-    for kind, K in itertools.product(CODES, (1, 37, 48, 1040)):
+    for kind, K in itertools.product(KINDS, (1, 37, 48, 1040)):
         dequantize(quantize(draw(5, K, dtype=dtype), kind))
 
 

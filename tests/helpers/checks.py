@@ -4,6 +4,7 @@ Without a GPU a kernel runs in xtrain.simulator, on tiny arrays; with a GPU on t
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import inspect
 import itertools
@@ -61,6 +62,12 @@ def pairwise(values: dict[str, list]):
 def to_kernel(array):
     """A copy of the array on the device of the kernels: the GPU if there is one, else the simulator."""
     return device.to_device(np.asarray(array, order="C"), "gpu") if GPU else simulator.sim(array)
+
+
+def on_kernel(w):
+    """A copy of a quantized matrix on the device of the kernels."""
+    arrays = {name: to_kernel(a) for name, a in vars(w).items() if isinstance(a, np.ndarray)}
+    return dataclasses.replace(w, **arrays)
 
 
 def to_host(array) -> np.ndarray:

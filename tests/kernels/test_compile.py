@@ -31,6 +31,7 @@ from xtrain.kernels import (
     checksum,
     cross_entropy,
     distillation,
+    dora,
     elementwise,
     embedding,
     entropy,
@@ -97,6 +98,10 @@ def launch_everything(dtype):
     for n in (8, 37):
         bias.fill_rows(new(2, n), f32(n))
         bias.bias_bwd(new(2, n), f32(n))
+        dora.inverse_norms(f32(n), f32(n), f32(2, n), f32(2, n), f32(n, 2), 1.5)
+        dora.scale_columns_bwd(new(2, n), new(2, n), f32(n), f32(n), f32(n))
+        for more in ((), (f32(n),)):
+            dora.scale_columns(new(2, n), f32(n), f32(n), *more)
     layout.swap_heads(new(1, 2, 3, 4))
     swiglu.swiglu_bwd(swiglu.swiglu_fwd(new(2, 8)), new(2, 8))
     swiglu.swiglu_bwd(new(2, 4), new(2, 8), recompute_y=True)

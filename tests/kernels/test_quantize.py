@@ -7,6 +7,7 @@ import torch
 from checks import (
     GPU,
     normal,
+    on_kernel,
     pairwise,
     planted_bugs,
     sentinels,
@@ -18,10 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtrain.errors import UserError
+from xtrain.kernels import four_bits
 from xtrain.kernels import quantize as file
 from xtrain.kernels.gemm import linear_fwd
 from xtrain.kernels.quantize import (
     CODES,
+    KINDS,
     LARGEST,
     LEAST_SCALE,
     Quantized,
@@ -34,7 +37,6 @@ from xtrain.kernels.quantize import (
 from xtrain.simulator import KernelError
 
 BF16 = ml_dtypes.bfloat16
-KINDS = list(CODES)
 SHAPES = [(1, 1), (3, 16), (2, 37), (5, 48), (2, 272)] + ([(7, 4096), (300, 1000)] if GPU else [])
 
 
@@ -45,13 +47,8 @@ def rows(O, K, dtype=np.float32):  # noqa: E741
     return w.astype(dtype)
 
 
-def on_kernel(w: Quantized) -> Quantized:
-    return Quantized(to_kernel(w.codes_OK), to_kernel(w.scale_O), w.dtype)
-
-
 def same(a: Quantized, b: Quantized) -> bool:
-    pairs = ((a.codes_OK, b.codes_OK), (a.scale_O, b.scale_O))
-    return all(np.array_equal(to_host(x), to_host(y)) for x, y in pairs)
+    return all(np.array_equal(to_host(x), to_host(y)) for x, y in zip(a.arrays, b.arrays))
 
 
 # ----------------------------------------------------------------------------- the reference
@@ -77,6 +74,46 @@ def test_the_numbers_of_the_docstring():
     assert 0.008 < error("int8") < 0.0095 and 0.025 < error("fp8") < 0.028
 
 
+def test_the_numbers_of_four_bits_by_hand():
+    w = np.array([[-0.5, 0.25, 1]], np.float32)
+    coded = quantize(w, "int4")
+    assert four_bits.unpack_ref(coded.codes_OK, "int4")[0, :4].tolist() == [0, 7, 15, 5]
+    np.testing.assert_allclose(dequantize(coded), [[-0.5, 0.2, 1]], rtol=1e-6)
+    coded = quantize(w, "nf4")
+    assert coded.groups_CO.tolist() == [[255 + 256]]  # the second group is empty: the least scale
+    np.testing.assert_allclose(dequantize(coded), [[-0.5234375, 0.24609375, 1]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind, most", [("int4", 0.5 / 15 * 2 * 1.01), ("nf4", 0.153)])
+def test_the_error_of_four_bits_is_half_a_step_of_the_group(kind, most):
+    """nf4's widest step is from -1 to -0.6962, int4's a 15th of twice the largest weight."""
+    w = rows(9, 300)
+    w[:, 128:] *= 100  # the scales of the groups of a row differ
+    error = np.abs(dequantize(quantize(w, kind), np.float64) - w)
+    for columns in (
+        slice(0, 64),
+        slice(64, 128),
+        slice(128, 192),
+        slice(192, 256),
+        slice(256, 300),
+    ):
+        group = columns if kind == "nf4" else slice(columns.start // 128 * 128, columns.stop)
+        largest = np.abs(w[:, slice(group.start, group.start + four_bits.GROUP[kind])]).max(1)
+        # scales of nf4 are whole numbers up to 255, of the row's largest
+        assert (error[:, columns].max(1) <= most * largest + np.abs(w).max(1) / 510).all()
+
+
+def test_the_words_of_tensor_cores():
+    """Word 4 t + q of a chunk has columns 32 q + 8 t ... + 7."""
+    codes = np.zeros((1, 256), np.uint8)
+    codes[0, 128 + 32 * 3 + 8 * 2 + 5] = 9
+    for kind, nibble in (("int4", 6), ("nf4", 5)):
+        words = four_bits.pack_ref(codes, kind).view(np.uint32)[0]
+        assert np.flatnonzero(words).tolist() == [16 + 4 * 2 + 3]
+        assert words.max() == 9 << 4 * nibble
+        assert np.array_equal(four_bits.unpack_ref(four_bits.pack_ref(codes, kind), kind), codes)
+
+
 def test_fp8_against_pytorch():
     w = rows(4, 64)
     codes, scale = quantize_ref(w, "fp8")
@@ -90,14 +127,15 @@ def test_the_kernels_have_the_bits_of_the_reference(kind, shape, dtype):
     w = rows(*shape, dtype)
     reference, found = quantize(w, kind), quantize(to_kernel(w), kind)
     assert same(reference, found) and found.kind == kind and found.shape == shape
-    assert found.nbytes == shape[0] * (shape[1] + 4)
+    bytes_of_row = shape[1] if kind in CODES else -(-shape[1] // 128) * (64 + 2)
+    assert found.nbytes == shape[0] * (bytes_of_row + 4)
     for to in (np.float32, BF16):
         expected = dequantize(reference, to)
         assert expected.dtype == to
         assert np.array_equal(to_host(dequantize(found, to)), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CODES)
 def test_every_code(kind):
     """Every number that a code stands for keeps it, in both dequantizing kernels."""
     codes = np.arange(256).astype(np.uint8).view(CODES[kind])
@@ -129,7 +167,6 @@ def test_any_numbers(kind, data):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_zeros_and_no_rows(kind):
     zeros = quantize(to_kernel(np.zeros((2, 16), np.float32)), kind)
-    assert not to_host(zeros.codes_OK).any()
     assert (to_host(zeros.scale_O) == np.float32(LEAST_SCALE)).all()
     assert not to_host(dequantize(zeros)).any()
     for none in (np.zeros((0, 16), np.float32), to_kernel(np.zeros((0, 16), np.float32))):
@@ -150,7 +187,7 @@ def test_nothing_outside_the_outputs(monkeypatch, kind):
 def test_a_gemm_dequantizes(kind):
     w, x = quantize(rows(6, 32), kind), normal(2, 40, 32)
     y = linear_fwd(x, w, None, normal(3, 6))
-    exact = x.astype(np.float64) @ dequantize_ref(w.codes_OK, w.scale_O, np.float64).T
+    exact = x.astype(np.float64) @ dequantize(w, np.float64).T
     within = 1e-5 * np.abs(exact).max(0)  # of each row of w
     assert (np.abs(y - exact - normal(3, 6)) <= within + 1e-5).all()
     part = linear_fwd(to_kernel(x), on_kernel(w), None, to_kernel(normal(3, 6)))
@@ -169,11 +206,22 @@ def test_a_gemm_dequantizes(kind):
         ("fp8", "to_e4m3", "int32(0x7FFFF)", "int32(0x80000)"),
         ("fp8", "to_e4m3", "int32(0x3C800000)", "int32(0x3C000000)"),
         ("int8", "make_quantize_kernel", "block_max(largest, partial)", "largest"),
+        # four bits: a neighbour's group, half a group, the wrong half, an unrounded scale
+        ("int4", "make_load_values", "int64(c) * rows + o", "int64(c) + o"),
+        ("int4", "make_quantize_four_kernel", "step = WIDTH // 2", "step = WIDTH // 4"),
+        ("nf4", "make_quantize_four_kernel", "step = WIDTH // 2", "step = WIDTH"),
+        ("nf4", "make_quantize_four_kernel", "nf4_codes(codes_8, w_8, relative, row_scale)\n                bits |= ", "nf4_codes(codes_8, w_8, relative, row_scale)\n                bits = "),
+        ("nf4", "make_load_values", "nf4_group_scale(group, q // 2)", "nf4_group_scale(group, q % 2)"),
+        ("int4", "make_quantize_four_kernel", "float32(UNIT) * row_scale", "relative * row_scale"),
+        ("int4", "make_quantize_four_kernel", "4 * (owner % 4) + owner // 4", "owner"),
+        ("int4", "make_dequantize_four_kernel", "32 * q + 8 * (i & 3)", "8 * q + 32 * (i & 3)"),
+        ("nf4", "make_quantize_four_kernel", "v > float32(MIDPOINTS[i])", "v >= float32(MIDPOINTS[i])"),
     ],
-)
+)  # fmt: skip
 def test_planted_bugs_are_found(kind, name, old, new):
     """By the simulator, or by wrong bits."""
-    w = {48: rows(3, 48), 37: rows(3, 37)}
+    w = {48: rows(3, 48), 37: rows(3, 37)} | ({200: rows(3, 200)} if kind not in CODES else {})
+    w[48][1, :2] = 1, four_bits.NF4_MIDPOINTS[9]  # a tie, with the scale of 1 / 255
     w[48][0, :4] = np.array([1.0625, 1.1875, 448, 2.0**-7]) * 1e-3  # ties, and a subnormal number
 
     def run():
@@ -183,7 +231,8 @@ def test_planted_bugs_are_found(kind, name, old, new):
             assert np.array_equal(to_host(dequantize(found)), dequantize(reference))
 
     run()
-    with with_planted_bug([file], name, old, new), pytest.raises((KernelError, AssertionError)):
+    modules = [four_bits, file] if hasattr(four_bits, name) else [file]
+    with with_planted_bug(modules, name, old, new), pytest.raises((KernelError, AssertionError)):
         run()
 
 
@@ -200,8 +249,8 @@ def test_weights_that_are_not_numbers(kind, bad):
 
 def test_bad_input():
     w = rows(3, 16)
-    with pytest.raises(ValueError, match="kind 'int4', expected one of int8, fp8"):
-        quantize(w, "int4")
+    with pytest.raises(ValueError, match="kind 'int3', expected one of int8, fp8, int4, nf4"):
+        quantize(w, "int3")
     with pytest.raises(ValueError, match=r"w has shape \(16,\), expected \(any, any\)"):
         quantize(w[0], "int8")
     with pytest.raises(TypeError, match="w is int32"):

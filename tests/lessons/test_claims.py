@@ -17,6 +17,8 @@ CLAIMS = [  # lesson, the text with one number, the output with the same number
     ("39", r"equal shares it is read (\d+) times", r"^ +0 +\S+ +\S+ +\S+ +(\d+)"),
     ("39", r"which is ([\d.]+) epochs", r"^ +0\.5 +\S+ +\S+ +\S+ +(\S+)"),
     ("44", r"(\d+) requests are fewer", r"s = (\d+) in the server"),
+    ("44", r"mean wait is ([\d.]+) s with 16 slots", r"^ +0\.80 +([\d.]+) "),
+    ("44", r"and\s([\d.]+) s with one", r"one slot, load 0.8: mean wait ([\d.]+) s"),
     ("44", r"Compare it with the (\d+) slots", r", (\d+) slots, "),
     ("28", r"reaches AdamW's loss in (\d+) % of the steps", r"last loss after (\d+) % of the steps"),
     ("28", r"of the steps and in ([\d.]+) of the time", r"% of the steps, ([\d.]+) of the time"),

@@ -299,6 +299,9 @@ def test_next_and_hints(tmp_path, monkeypatch, capsys):
 def test_every_exercise_has_a_hint(number):
     for e in lesson._exercises_of(number):
         assert lesson.hints(e.number), e.number
+        assert not re.search(r"\$.*\\", "\n".join(lesson.hints(e.number))), (
+            "LaTeX, which a terminal prints as it stands"
+        )
 
 
 def test_a_verdict_comes_although_it_cannot_be_saved(tmp_path, monkeypatch, capsys):

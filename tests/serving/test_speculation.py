@@ -410,7 +410,8 @@ def one_request(completion=(), in_flight=0):
 
 
 class Sure(Guesses):
-    seconds = 0.0
+    def seconds(self, n):
+        return 0.0
 
     def __init__(self, p):
         self.p = p
@@ -453,7 +454,7 @@ def test_how_many_tokens_are_drafted():
     assert rule(0.1, {0: 1.0, 2: 1.2, 4: 1.3, 8: 1.4}).lengths([r], 1) == [0]
     assert rule(0.3, {0: 1.0, 2: 1.2, 4: 1.5, 8: 2.0}).lengths([r], 1) == [1]
     slow = rule(0.9, {0: 1.0, 2: 1.0})
-    slow.drafter.seconds = 0.5  # 1 + 0.9 + 0.81 + 0.73 tokens in 2.5
+    slow.drafter.seconds = lambda n: 0.5 * n  # 1 + 0.9 + 0.81 + 0.73 tokens in 2.5
     assert slow.lengths([r], 1) == [3]
     # The most probable drafts of all sequences: 8 rows are cheap, 16 are not.
     many = rule(0.5, {0: 1.0, 8: 1.1, 16: 3.0})

@@ -113,7 +113,7 @@ def test_tokenizers(capsys, mine, tmp_path_factory):
 
 
 CONFIGS = [
-    ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM' is not supported"),
+    ({"architectures": ["Qwen2MoeForCausalLM"]}, "'Qwen2MoeForCausalLM' is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "is not supported"),
     ({"attention_bias": True}, "attention_bias True"),
     (

@@ -160,9 +160,10 @@ def test_autocast(place):
         assert all(g.dtype == torch.float32 for g in grads)
 
 
+@pytest.mark.parametrize("adapters", [False, True])
 @places
-def test_in_a_trainer(place, tmp_path):
-    """Accumulated gradients, then an evaluation: the same losses as without xtrain."""
+def test_in_a_trainer(place, adapters, tmp_path):
+    """Accumulated gradients, then an evaluation: the same losses as without xtrain. The Trainer uses Accelerate."""
     ids = torch.randint(3, 40, (8, T), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row} for row in ids]
     options = dict(
@@ -171,7 +172,10 @@ def test_in_a_trainer(place, tmp_path):
     )  # fmt: skip
     curves = []
     for change in (lambda model: model, xt.apply):
-        model = change(new("llama"))
+        model = new("llama")
+        if adapters:
+            model = adapted(model)
+        model = change(model)
         arguments = hf.TrainingArguments(str(tmp_path), **options)
         trainer = hf.Trainer(model, arguments, train_dataset=data, eval_dataset=data[:3])
         trainer.train()
@@ -221,16 +225,20 @@ def test_data_parallel(place, one_rank):
     close([getattr(x, "full_tensor", lambda x=x: x)() for x in run(model, **inputs)], expected)
 
 
-@places
-def test_with_adapters_of_peft(place):
+def adapted(model):
+    """A model with adapters of peft, the same each time."""
     from peft import LoraConfig, get_peft_model
 
+    torch.manual_seed(1)
+    adapters = LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False)
+    return get_peft_model(model, adapters)
+
+
+@places
+def test_with_adapters_of_peft(place):
     found = []
     for change in (lambda model: model, xt.apply):
-        model = new("llama", place)
-        torch.manual_seed(1)
-        adapters = LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False)
-        model = change(get_peft_model(model, adapters))
+        model = change(adapted(new("llama", place)))
         found.append(run(model, **batch(place)))
     close(*found)
     assert model(**batch(place)).logits is None

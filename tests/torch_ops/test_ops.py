@@ -33,6 +33,11 @@ def as_good(ours, exact, plain, scale=1.0):
         assert_as_good(*values, what=f"result {i}", scale=scale, floor=1e-6)
 
 
+def leaf(x):
+    """A new leaf of autograd with the memory of x."""
+    return x.detach().requires_grad_(x.requires_grad)
+
+
 def seen(look):
     """A mode that calls look(op, arguments); inside, `xt.call` calls the ops of torch.library."""
 
@@ -209,6 +214,15 @@ def test_no_tokens(name, place):
 
 @cases
 @places
+def test_results_can_be_changed_in_place(name, place):
+    """As a Trainer does with the loss: no result is a view that autograd refuses to change."""
+    case = CASES[name]
+    for y in outputs(case.op(*case.make(device=place))):
+        y.mul_(2)
+
+
+@cases
+@places
 def test_the_same_bits_twice(name, place):
     case = CASES[name]
     first, second = (with_gradients(case.op, case.make(device=place)) for _ in range(2))
@@ -315,6 +329,10 @@ def test_in_a_cuda_graph(name):
     with torch.cuda.stream(torch.cuda.Stream()):
         plain = run()
     torch.cuda.synchronize()
+    # New leaves: the thread of the backward pass may still hold the graph of an earlier pass, and in
+    # it the stream of that pass.
+    inputs = [leaf(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+    wanted = [inputs[i] for i in case.floats()]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()
@@ -344,7 +362,7 @@ def test_results_are_memory_of_torch(name):
         places = [s["address"] <= x.data_ptr() < s["address"] + s["total_size"] for s in segments]
         assert any(places) or not x.numel()
     assert pool.used_bytes() == used
-    del results
+    del results, x
     for _ in range(100):  # the thread of the backward pass releases its last tensors a little later
         if torch.cuda.memory_allocated() <= before:
             return

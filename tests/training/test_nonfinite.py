@@ -16,6 +16,7 @@ from xtrain import ModelConfig, Transformer
 from xtrain.data.batches import Batch
 from xtrain.device import to_device
 from xtrain.errors import UserError
+from xtrain.formats.adapters import LoraPart
 from xtrain.kernels.cross_entropy import count_targets
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
@@ -64,7 +65,7 @@ class Zoo(Module):
         self.weight = Parameter((8,), None)
         self.square, self.a, self.b = (
             Parameter(shape, 0.5, {name: shape[0]})
-            for name, shape in (("square", (8, 8)), ("a", (4, 8)), ("b", (6, 2)))
+            for name, shape in (("square", (8, 8)), ("a", (2, 8)), ("b", (6, 2)))
         )
         self.experts = MixtureOfExperts(EXPERTS)
 
@@ -74,7 +75,8 @@ class Zoo(Module):
         x = F.scale(F.rope(x, *tables, None, 3), 0.7).reshape(2, 3, 1, 8)
         x = F.scale(F.swap_heads(x).reshape(2, 3, 8), 1.1)
         x = F.causal_softmax(x, 3, 1.0, False).reshape(6, 8)
-        x = F.lora_linear(x, self.square, self.a, self.b, [(0, 2), (3, 4)], 0.5)
+        parts = [LoraPart(slice(0, 6), slice(0, 2), 0.5)]
+        x = F.lora_linear(x, self.square, self.a, None, None, None, parts, self.b)
         x = F.add(x, F.cast_gradient(F.silu(x_NC), np.float32))
         x = F.cast(F.cast(x, ml_dtypes.bfloat16 if GPU else np.float64), np.float32)
         return self.experts(F.swiglu(x.reshape(3, 16)))

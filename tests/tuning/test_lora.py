@@ -16,7 +16,9 @@ from xtrain.errors import UserError
 from xtrain.export import main as export
 from xtrain.finetune import finetune, main
 from xtrain.formats.tensor_file import read_header
+from xtrain.kernels.quantize import KINDS, dequantize, quantize
 from xtrain.nn.lora import TARGETS, AdaptedTransformer, Lora
+from xtrain.nn.quantized import linear_weights, quantize_onto, quantize_weights
 from xtrain.serving.adapters import add_adapters
 from xtrain.serving.engine import Engine
 from xtrain.serving.pretrained import load as load_for_serving
@@ -38,6 +40,44 @@ def adapted(model_of, lora, seed=0):
     for i, (_, tensor) in enumerate(model.named_parameters()):
         twins.set_weights(tensor, (0.2 * rng(seed, i).standard_normal(tensor.shape)).astype("f4"))
     return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantized_base_gives_the_gradients_of_what_it_stands_for(kind):
+    """Bit for bit on a CPU: products and their backward multiply by the dequantized matrix."""
+    base, gradients, losses = twins.random_model(twins.small(**SHAPE)), [], []
+    for quantized in (False, True):
+        model = adapted(base, Lora(4, 6.0, SOME))
+        if quantized:
+            quantize_weights(model, kind)
+        else:
+            for _, parameter in linear_weights(model):
+                parameter.data = dequantize(quantize(parameter.data, kind))
+        loss = model.loss(*twins.batch(base.config, 2, 20))
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(twins.gradients(model))
+    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) == 4 * len(SOME)
+    tolerance = dict(rtol=1e-4, atol=1e-6) if twins.DEVICE == "gpu" else dict(rtol=0, atol=0)
+    np.testing.assert_allclose(losses[1], losses[0], **tolerance)
+    for name, expected in gradients[0].items():
+        np.testing.assert_allclose(gradients[1][name], expected, err_msg=name, **tolerance)
+
+
+def test_a_model_is_quantized_onto_a_device():
+    base = twins.random_model(twins.small(**SHAPE), device="cpu")
+    model = Transformer(base.config, None, "cpu", trainable=False)
+    for (_, mine), (_, theirs) in zip(model.named_parameters(), base.named_parameters()):
+        mine.data = theirs.data
+    device = "gpu" if twins.DEVICE == "gpu" else "sim"
+    quantize_onto(model, "nf4", device, "bf16")
+    assert (model.device, model.precision, model.arena.kind[:2]) == (device, "bf16", (device, True))
+    table = to_host(model.model.embed_tokens.weight.data).astype("f")
+    np.testing.assert_allclose(table, to_host(base.model.embed_tokens.weight.data), rtol=1 / 256)
+    for (name, mine), (_, theirs) in zip(linear_weights(model), linear_weights(base)):
+        expected = dequantize(quantize(theirs.data, "nf4"))
+        found = to_host(dequantize(mine.quantized)).astype("f")
+        np.testing.assert_allclose(found, expected, rtol=1 / 256, err_msg=name)
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
@@ -327,19 +367,25 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder, data, capsys):
 
 
 def test_adapters_are_trained_further(tmp_path, folder, data, capsys):
-    """From where they were, with their alpha and targets; stopped and resumed with the same bits."""
-    options = dict(lora_alpha=3.0, lora_targets=("v_proj", "up_proj"))
+    """From where they were, with their alpha and targets; stopped and resumed with the same bits; on a base of four bits."""
+    options = dict(weights="nf4", lora_alpha=3.0, lora_targets=("v_proj", "up_proj"))
     first = finetune(config_of(folder, tmp_path / "first", data, steps=3, **options), SILENT)
-    more = finetune(config_of(first, tmp_path / "more", data, steps=1, lr=1e-9), SILENT)
+    more = finetune(
+        config_of(first, tmp_path / "more", data, steps=1, lr=1e-9, weights="nf4"), SILENT
+    )
     one, two = (json.loads((run / "checkpoints" / f"step-00000{n}" / "adapter_config.json").read_text()) for run, n in ((first, 3), (more, 1)))  # fmt: skip
     assert two["lora_alpha"] == 3 and sorted(two["target_modules"]) == ["up_proj", "v_proj"]
     assert one["base_model_name_or_path"] == two["base_model_name_or_path"]
     before, after = (dict(Transformer.from_pretrained(run).named_parameters()) for run in (first, more))  # fmt: skip
     for name, tensor in after.items():
         np.testing.assert_allclose(tensor.data, before[name].data, atol=1e-6)
-    whole = finetune(config_of(first, tmp_path / "a", data, steps=4), SILENT)
-    half = finetune(config_of(first, tmp_path / "b", data, steps=4, stop_at=2), SILENT)
+    whole = finetune(config_of(first, tmp_path / "a", data, steps=4, weights="nf4"), SILENT)
+    half = finetune(
+        config_of(first, tmp_path / "b", data, steps=4, stop_at=2, weights="nf4"), SILENT
+    )
     arguments = ["--data", str(data), "--out", str(tmp_path / "b"), "--name", "run", "--resume"]
+    assert main([*arguments, "--weights", "int8"]) == 2
+    assert "weights was nf4, is int8" in capsys.readouterr().err
     assert main(arguments) == 0
     assert_same_run(whole, half)
     again = ["--init", str(first), "--data", str(data), "--out", str(tmp_path / "c"), "--lora", "8"]
@@ -400,7 +446,9 @@ def test_what_the_command_refuses(tmp_path, folder, data, capsys):
     model = ["--init", str(folder), "--device", "cpu", "--out", str(tmp_path), "--data", str(data)]
     for arguments, words in (
         (["--lora", "-1"], "--lora must be a positive rank"),
-        (["--lora-alpha", "4"], "--lora-alpha and --lora-targets need --lora"),
+        (["--lora-alpha", "4"], "--lora-alpha needs --lora"),
+        (["--lora", "4", "--lora-rank-pattern", "k_proj"], "must be NAME=NUMBER"),
+        (["--weights", "nf4"], "--weights nf4 needs --lora"),
         (["--lora", "4", "--lora-alpha", "0"], "LoRA needs a positive rank and alpha"),
         (
             ["--lora", "4", "--lora-targets", "q_proj", "head"],

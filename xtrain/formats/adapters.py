@@ -33,7 +33,8 @@ A = ".lora_A.weight"
 B = ".lora_B.weight"
 MAGNITUDE = ".lora_magnitude_vector"
 PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
-# what `merged` can do with a model, and adapters that are trained or switched cannot
+TRAINED = PATTERNS | {"use_dora"}  # nn/lora.py
+# what `merged` can do with a model, and switched adapters cannot
 MERGED = PATTERNS | {"use_dora", "bias", "modules_to_save"}
 # keys of adapter_config.json that change the result -> the values that mean "not used"
 UNUSED: dict[str, tuple] = {
@@ -102,6 +103,8 @@ class Ranks:
     rank, alpha: of all that have none in a pattern.
     ranks, alphas: {regular expression of the end of a name: number}; the first that fits decides.
     by_root: the factor is alpha / sqrt(rank), not alpha / rank.
+
+    Raises UserError if a pattern is no regular expression.
     """
 
     rank: int
@@ -110,11 +113,34 @@ class Ranks:
     alphas: dict[str, float]
     by_root: bool
 
+    def __post_init__(self):
+        for key in (*self.ranks, *self.alphas):
+            try:
+                re.compile(key)
+            except re.error as error:
+                raise UserError(
+                    f"{key!r} is no regular expression ({error}): give the end of a matrix's name"
+                ) from None
+
     def of(self, name: str) -> tuple[int, float]:
         """Return the rank and the factor of b a of a matrix: "model.layers.0.self_attn.q_proj"."""
         rank = _first_match(self.ranks, name, self.rank)
         alpha = _first_match(self.alphas, name, self.alpha)
         return rank, alpha / (rank**0.5 if self.by_root else rank)
+
+
+@dataclass(frozen=True)
+class LoraPart:
+    """Where one of several adapters of a packed matrix (O, I) adds its product to y (N, O).
+
+    columns: of y.
+    ranks: columns of x a^T, its own.
+    factor: of its product.
+    """
+
+    columns: slice
+    ranks: slice
+    factor: float
 
 
 def _first_match(pattern: dict[str, Any], name: str, default: Any) -> Any:
@@ -158,12 +184,6 @@ def read_ranks(folder: Path, supported: frozenset[str] = frozenset()) -> Ranks:
     return Ranks(r, alpha, ranks, alphas, bool(content.get("use_rslora")))
 
 
-def read_rank(folder: Path) -> tuple[int, float]:
-    """Return the rank and the factor of b a, the same for all matrices. Raises UserError for what
-    cannot be trained."""
-    return read_ranks(folder).of("")
-
-
 def read_adapters(folder: Path) -> dict[str, Stored]:
     """Return {name without PREFIX: tensor}. Raises UserError."""
     path = folder / ADAPTER_WEIGHTS
@@ -177,7 +197,8 @@ def read_adapters(folder: Path) -> dict[str, Stored]:
 
 def read_targets(folder: Path) -> set[str]:
     """Return the names of the matrices that have adapters: "q_proj"."""
-    return {name.split(".")[-3] for name in read_adapters(folder)}
+    names = [name.split(".") for name in read_adapters(folder) if name.endswith(A)]
+    return {name[-3] for name in names}
 
 
 def merged(stored: dict[str, Stored], folder: Path, tied: bool) -> dict[str, Stored]:

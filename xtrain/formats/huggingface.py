@@ -146,7 +146,11 @@ def _content(folder: Path) -> dict[str, Any]:
 
 def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of the parameters."""
-    return {name: tensor.shape for name, tensor in model.named_parameters()}
+    return {
+        prefix + suffix: (rows, *parameter.shape[1:])
+        for prefix, parameter in model.storage()
+        for suffix, rows in parameter.parts.items()
+    }
 
 
 def _warn(sentence: str) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 
 from ..config import ModelConfig
 from ..errors import UserError
+from ..formats.adapters import LoraPart
 from ..kernels.cross_entropy import IGNORE, count_targets
 from ..kernels.experts.expert_order import expert_order
 from ..kernels.rope import rope_tables
@@ -127,16 +128,22 @@ class Draw:
     Q = property(lambda d: (d.H + 2 * d.G) * d.D)  # columns of packed q, k, v
     P = property(lambda d: d.V + d.pad)  # padded vocabulary
     FF = property(lambda d: 2 * d.F)  # gate and up
-    W = property(lambda d: d.O + d.pad + d.V)  # rows of a matrix with adapters of rank G
-    AA = property(lambda d: 2 * d.G)  # rows of both a
+    W = property(lambda d: d.O + d.pad + d.V)  # rows of a matrix with adapters of ranks G and rep
+    AA = property(lambda d: d.G + d.rep)  # rows of both a
     OV = property(lambda d: d.O + d.V)  # rows of both b
     E = property(lambda d: d.G + d.pad)  # experts, of which G compute a row
     EFF = property(lambda d: d.E * d.FF)  # rows of the matrices of all experts
     EC = property(lambda d: d.E * d.C)
-    slices = property(lambda d: [(0, d.O), (d.O + d.pad, d.V)])
+    inverse_norms = property(lambda d: np.linspace(0.5, 2, d.W))
     cos = property(lambda d: rope_tables(d.D, d.T, 100.0)[0])
     sin = property(lambda d: rope_tables(d.D, d.T, 100.0)[1])
     positions = property(lambda d: d.ids(d.M, d.T) if d.given else None)
+
+    @property
+    def lora(self):
+        """Return the adapters of two blocks of the W rows."""
+        first = LoraPart(slice(0, self.O), slice(0, self.G), -1.7)
+        return first, LoraPart(slice(self.O + self.pad, self.W), slice(self.G, self.AA), 0.6)
 
     def ids(self, n, below):
         """Return n token ids below `below`, the same every time."""
@@ -178,7 +185,8 @@ def _transformer(d, *weights):
 CASES: dict[str, tuple[str | None, Callable]] = {
     "embedding": ("w: V C", lambda d, w: F.embedding(d.ids(d.N, d.V), w)),
     "linear": ("x: N I, w: O I, b: O", lambda d, x, w, b: F.linear(x, w, None, b)),
-    "lora_linear": ("x: N I, w: W I, a: AA I, b: OV G, bias: W", lambda d, x, w, a, b, bias: F.lora_linear(x, w, a, b, d.slices, -1.7, bias)),
+    "lora_linear": ("x: N I, w: W I, a: AA I, b: O G, c: V rep, bias: W", lambda d, x, w, a, b, c, bias: F.lora_linear(x, w, a, bias, None, None, d.lora, b, c)),
+    "dora_linear": ("x: N I, w: W I, a: AA I, b: O G, c: V rep, bias: W, m: OV", lambda d, x, w, a, b, c, bias, m: F.lora_linear(x, w, a, bias, m, d.inverse_norms, d.lora, b, c)),
     "rmsnorm": ("x: N C, w: C", lambda d, x, w: F.rmsnorm(x, w, EPS)),
     "residual_rmsnorm": ("x: N C, r: N C, w: C", lambda d, x, r, w: ResidualRMSNorm.apply(x, r, w, EPS)),
     "add_norm_linear": ("x: N C, r: N C, w: C, v: O C, b: O", lambda d, x, r, w, v, b: AddNormLinear.apply(x, r if d.given else None, w, v, EPS, False, b)),

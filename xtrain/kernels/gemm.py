@@ -460,8 +460,9 @@ def _exact_rows_cpu(O: int, I: int, dtype: str) -> tuple[int, ...]:  # noqa: E74
     return (*same, smallest)
 
 
-def linear_bwd_x(dy_NO: Array, w_OI: Array) -> Array:
+def linear_bwd_x(dy_NO: Array, w_OI: Array | Quantized) -> Array:
     """Return dx (N, I) = dy w, for dy (N, O), w (O, I). Errors as in matmul."""
+    w_OI = dense(w_OI, dy_NO.dtype)
     _check_two("linear backward", dy_NO, w_OI)
     return matmul(empty(dy_NO, (dy_NO.shape[0], w_OI.shape[1])), dy_NO, w_OI)
 

@@ -1,5 +1,7 @@
 """Quantized weights: one byte per weight instead of two or four, and one float32 scale per row.
 
+Weights of half a byte, int4 and nf4, are in four_bits.py: with scales for groups of columns, too.
+
 w: (O, K)
 
     quantize      s_o = max_k |w_ok| / Q        c_ok = round(w_ok / s_o)
@@ -57,6 +59,7 @@ import numpy as np
 from ..device import Array, to_numpy
 from ..errors import UserError
 from .cast import BFLOAT16
+from .four_bits import CHUNK, FOUR_BITS, chunks_of, dequantize_four, quantize_four
 from .primitives.codes import E4M3, code_values, codes_to_floats, load_codes16
 from .primitives.flat import on_16_bytes
 from .primitives.ptx import device, kernel, load1, store1, store8
@@ -65,6 +68,7 @@ from .runtime.compiler import cuda, float32, float_as_int, int32, int64, int_as_
 from .runtime.launch import FLOATS, check, check_array, dtype_name, empty, launch, on_host, wide
 
 CODES = {"int8": np.dtype(np.int8), "fp8": np.dtype(np.uint8)}  # kind -> dtype of the codes
+KINDS = (*CODES, *FOUR_BITS)
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 LEAST_SCALE = 2.0**-126  # the smallest normal float32: also the scale of a row of zeros
 BLOCK = 256
@@ -100,6 +104,53 @@ class Quantized:
     def kind(self) -> str:
         """ "int8" or "fp8" """
         return next(kind for kind, dtype in CODES.items() if dtype == self.codes_OK.dtype)
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """What it consists of."""
+        return self.codes_OK, self.scale_O
+
+    def check(self, op: str, K: int | None) -> None:
+        """See check_quantized."""
+        dtypes = [d.name for d in CODES.values()]
+        check_array(op, "the codes of w", self.codes_OK, (None, K), dtypes)
+        check_array(op, "the scales of w", self.scale_O, (self.codes_OK.shape[0],))
+
+
+@dataclass(frozen=True, eq=False)
+class FourBits(Quantized):
+    """The same with codes of four bits (four_bits.py): codes (O, 64 chunks) uint8."""
+
+    groups_CO: Array  # uint16, the scales of the groups
+    K: int
+    four_bits: str  # the kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.scale_O), self.K
+
+    @property
+    def size(self) -> int:
+        return len(self.scale_O) * self.K
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.arrays)
+
+    @property
+    def kind(self) -> str:
+        return self.four_bits
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return self.codes_OK, self.scale_O, self.groups_CO
+
+    def check(self, op: str, K: int | None) -> None:
+        O, chunks = len(self.scale_O), chunks_of(self.K)  # noqa: E741
+        check(K in (None, self.K), f"{op}: w has {self.K} columns, expected {K}")
+        check_array(op, "the codes of w", self.codes_OK, (O, CHUNK // 2 * chunks), ["uint8"])
+        check_array(op, "the groups of w", self.groups_CO, (chunks, O), ["uint16"])
+        check_array(op, "the scales of w", self.scale_O, (O,))
 
 
 # ----------------------------------------------------------------------------- reference
@@ -225,13 +276,16 @@ def dequantize_kernel(w, codes, scale_O, K):
 
 # ----------------------------------------------------------------------------- launchers
 def quantize(w_OK: Array, kind: str) -> Quantized:
-    """Return the matrix in codes of this kind, "int8" or "fp8". w: float32 or bf16.
+    """Return the matrix in codes of this kind, one of KINDS. w: float32 or bf16.
 
     A row with NaN or infinity has no codes: its scale is not finite, which check_finite finds.
     Raises ValueError or TypeError for another kind, shape or dtype.
     """
-    check(kind in CODES, f"quantize: kind {kind!r}, expected one of {', '.join(CODES)}")
+    check(kind in KINDS, f"quantize: kind {kind!r}, expected one of {', '.join(KINDS)}")
     check_array("quantize", "w", w_OK, (None, None), FLOATS)
+    if kind in FOUR_BITS:
+        codes_OB, groups_CO, scale_O = quantize_four(w_OK, kind)
+        return FourBits(codes_OB, scale_O, w_OK.dtype, groups_CO, w_OK.shape[1], kind)
     O, K = w_OK.shape  # noqa: E741
     if on_host(w_OK):
         codes_OK, scale_O = quantize_ref(w_OK, kind)
@@ -259,18 +313,19 @@ def check_quantized(op: str, w: Quantized, K: int | None = None) -> None:
 
     K None: any number.
     """
-    dtypes = [d.name for d in CODES.values()]
-    check_array(op, "the codes of w", w.codes_OK, (None, K), dtypes)
-    check_array(op, "the scales of w", w.scale_O, (w.codes_OK.shape[0],))
+    w.check(op, K)
 
 
 def dequantize(w: Quantized, dtype: Any = None) -> Array:
     """Return the matrix (O, K), an array of float32 or bf16; by default in w's dtype."""
     check_quantized("dequantize", w)
     dtype = np.dtype(dtype or w.dtype)
-    if on_host(w.codes_OK, w.scale_O):
+    host = on_host(*w.arrays)
+    check(host or dtype_name(dtype) in FLOATS, f"dequantize: to {dtype}, expected float32 or bf16")
+    if isinstance(w, FourBits):
+        return dequantize_four(w.codes_OK, w.groups_CO, w.scale_O, w.K, w.kind, dtype)
+    if host:
         return dequantize_ref(w.codes_OK, w.scale_O, dtype)
-    check(dtype_name(dtype) in FLOATS, f"dequantize: to {dtype}, expected float32 or bf16")
     _, K = w.shape
     w_OK = empty(w.codes_OK, w.shape, dtype)
     arrays = w_OK.reshape(-1), w.codes_OK.reshape(-1), w.scale_O
@@ -280,6 +335,11 @@ def dequantize(w: Quantized, dtype: Any = None) -> Array:
         naive_kernel = make_dequantize_naive_kernel(w.kind)
         launch(naive_kernel, -(-w.size // BLOCK), BLOCK, *arrays, K)
     return w_OK
+
+
+def kind_of(w: Array | Quantized) -> str:
+    """Return the kind of a quantized matrix, "" of an array."""
+    return w.kind if isinstance(w, Quantized) else ""
 
 
 def dense(w: Array, dtype: Any = None) -> Array:

@@ -151,7 +151,7 @@ class Node:
         # a node depends only on earlier ones, so this is a topological order
         self.order = next(_clock)
         saved = {id(a) for a in ctx.saved}
-        kept = [a for a in args if isinstance(a, Tensor) and {id(a.data), id(a.value)} & saved]
+        kept = [a for a in args if isinstance(a, Tensor) and {id(a._data), id(a.value)} & saved]
         self.versions = [(t.version, t.version.count, t.shape) for t in kept]
         self.fingerprints = [_fingerprint(a) for a in ctx.saved]
 

@@ -17,9 +17,12 @@ G key/value heads, D head width, F MLP width, V vocabulary, P columns with paddi
 a table.
 """
 
+from collections.abc import Sequence
+
 from numpy.typing import DTypeLike
 
 from ..device import Array
+from ..formats.adapters import LoraPart
 from ..kernels.attention.key_bounds import UNBOUNDED, KeyBounds
 from ..kernels.decoding.sampling import UNCHANGED, Sampling
 from ..kernels.experts.expert_order import ExpertOrder
@@ -86,18 +89,21 @@ def lora_linear(
     x_NI: Tensor,
     w_OI: Tensor,
     a_AI: Tensor,
-    b_Br: Tensor,
-    slices: list[tuple[int, int]],
-    factor: float,
-    bias_O: Tensor | None = None,
+    bias_O: Tensor | None,
+    m: Tensor | None,
+    c_O: Array | None,
+    parts: Sequence[LoraPart],
+    *b: Tensor,
 ) -> Tensor:
-    """Return linear(x, w, bias) plus adapters of rank r (LoRA, Hu et al. 2021; nn/lora.py).
+    """Return linear(x, w, bias) plus adapters (LoRA, Hu et al. 2021; nn/lora.py).
 
-    slices: (first row, number of rows) of the n matrices in w that have an adapter. The i-th adds
-        factor (x a_i^T) b_i^T to its columns of the result.
-    a, b: (n r, I) and (sum of the numbers of rows, r): those of all slices, one below the other.
+    parts: of each adapter: it adds factor (x a_i^T) b_i^T to its columns of the result.
+    a: (A, I), the a_i (r_i, I) of all, one below the other.
+    b: the b_i, (columns, r_i).
+    m, c: None, or with DoRA (kernels/dora.py) the magnitudes, one after the other as the b_i, and
+        the inverse norms (O,), by which the result without the bias is multiplied; float32.
     """
-    return LoraLinear.apply(matching(x_NI, w_OI), w_OI, a_AI, b_Br, slices, factor, bias_O)
+    return LoraLinear.apply(matching(x_NI, w_OI), w_OI, a_AI, bias_O, m, c_O, parts, *b)
 
 
 def rmsnorm(x_NC: Tensor, w_C: Tensor, eps: float, dtype: DTypeLike | None = None) -> Tensor:

@@ -5,11 +5,15 @@ says what the letters at the end of array names mean. Functions of several ops a
 deferred.py, those of the losses in loss_functions.py.
 """
 
+import itertools
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 from ..device import Array, is_gpu
 from ..kernels import bias as _bias
 from ..kernels import cast as _cast
+from ..kernels import dora as _dora
 from ..kernels import elementwise as _elementwise
 from ..kernels import embedding as _embedding
 from ..kernels import gemm as _gemm
@@ -31,7 +35,7 @@ from ..kernels.experts import grouped_product as _grouped
 from ..kernels.experts import routing as _routing
 from ..kernels.experts.expert_order import ExpertOrder, expert_order
 from ..kernels.primitives.flat import same_place
-from ..kernels.quantize import Quantized
+from ..kernels.quantize import Quantized, kind_of
 from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty, zeros
 from .autograd import Context, Function
@@ -64,8 +68,7 @@ def few_rows(x_NK: Array, w_OK: Array | Quantized, fused: bool = False) -> bool:
     """
     if type(x_NK) is np.ndarray or is_batch_invariant() or not is_inference():
         return False
-    quantized = isinstance(w_OK, Quantized)
-    return _gemv.gemv_fits(x_NK.shape[0], x_NK.shape[1], w_OK.dtype, quantized, fused)
+    return _gemv.gemv_fits(*x_NK.shape, w_OK.dtype, kind_of(w_OK), fused)
 
 
 def few_exact_rows(x_NK: Array, w_OK: Array | Quantized, **kind) -> bool:
@@ -106,15 +109,12 @@ def wide_dtype(x: Array) -> type:
     return np.float64 if x.dtype == np.float64 else np.float32
 
 
-def lora_parts(slices: list[tuple[int, int]], b_Br: Array) -> list[tuple[slice, slice, slice]]:
-    """Return for each slice of w's rows: the columns of y, the columns of x a^T, the rows of b."""
-    parts = []
-    r = b_Br.shape[1]
-    row = 0
-    for i, (first, n) in enumerate(slices):
-        parts.append((slice(first, first + n), slice(i * r, (i + 1) * r), slice(row, row + n)))
-        row += n
-    return parts
+def _rows_of(b: Sequence[Array]) -> Iterator[slice]:
+    """Yield where the rows of each matrix are if they lie one below the other."""
+    first = 0
+    for b_Or in b:
+        yield slice(first, first + len(b_Or))
+        first += len(b_Or)
 
 
 class Embedding(Function):
@@ -167,39 +167,60 @@ class Linear(Function):
 
 
 class LoraLinear(Function):
+    """c_O: None, or with DoRA the inverse norms (kernels/dora.py). m: magnitudes of all parts."""
+
     @staticmethod
-    def forward(ctx, x_NI, w_OI, a_AI, b_Br, slices, factor, bias_O=None):
-        y_NO = product(ctx, 1, x_NI, w_OI, None, bias_O)
+    def forward(ctx, x_NI, w_OI, a_AI, bias_O, m, c_O, parts, *b):
+        y_NO = product(ctx, 1, x_NI, w_OI, None, None if c_O is not None else bias_O)
         u_NA = empty(x_NI, (x_NI.shape[0], a_AI.shape[0]))
-        _gemm.linear_into(u_NA, x_NI, a_AI, alpha=factor)
-        parts = lora_parts(slices, b_Br)
-        for columns, ranks, rows in parts:
-            _gemm.linear_into(y_NO[:, columns], u_NA[:, ranks], b_Br[rows], accumulate=True)
-        ctx.save(x_NI, w_OI, a_AI, b_Br, u_NA, bias_O, parts, factor)
+        for factor, group in itertools.groupby(parts, lambda part: part.factor):
+            together = list(group)
+            ranks = slice(together[0].ranks.start, together[-1].ranks.stop)
+            _gemm.linear_into(u_NA[:, ranks], x_NI, a_AI[ranks], alpha=factor)
+        for part, b_Or in zip(parts, b):
+            _gemm.linear_into(y_NO[:, part.columns], u_NA[:, part.ranks], b_Or, accumulate=True)
+        z_NO = m_O = None
+        if c_O is not None:
+            z_NO = y_NO
+            m_O = empty(c_O, c_O.shape)
+            m_O.fill(1)
+            for part, of_m in zip(parts, _rows_of(b)):
+                m_O[part.columns] = m[of_m]
+            y_NO = _dora.scale_columns(z_NO, m_O, c_O, bias_O)
+        ctx.save(x_NI, w_OI, a_AI, bias_O, u_NA, z_NO, m_O, c_O, parts, *b)
         return y_NO
 
     @staticmethod
     def backward(ctx, dy_NO):
-        x_NI, w_OI, a_AI, b_Br, u_NA, bias_O, parts, factor = ctx.saved
+        x_NI, w_OI, a_AI, bias_O, u_NA, z_NO, m_O, c_O, parts, *b = ctx.saved
         dy_NO = _cast.cast_fwd(dy_NO, x_NI.dtype)
-        dw_OI = None
+        dbias_O = bias_gradient(ctx, 3, bias_O, dy_NO)
+        dm = None
+        if c_O is not None:
+            dm_O = zeros(m_O, m_O.shape)
+            dy_NO = _dora.scale_columns_bwd(dy_NO, z_NO, m_O, c_O, dm_O)
+            dm = ctx.grad_buffer(4, empty(m_O, sum(map(len, b))))
+            for part, of_m in zip(parts, _rows_of(b)):
+                _elementwise.add_into(dm[of_m], dm_O[part.columns])
         du_NA = empty(u_NA, u_NA.shape)
-        db_Br, add = ctx.grad_target(3, b_Br)
-        for columns, ranks, rows in parts:
-            dy_NP = dy_NO[:, columns]
-            _gemm.matmul(du_NA[:, ranks], dy_NP, b_Br[rows], alpha=factor)
-            _gemm.linear_bwd_w(dy_NP, u_NA[:, ranks], db_Br[rows], add)
+        db = []
+        for i, (part, b_Or) in enumerate(zip(parts, b), 7):
+            dy_NP = dy_NO[:, part.columns]
+            _gemm.matmul(du_NA[:, part.ranks], dy_NP, b_Or, alpha=part.factor)
+            db_Or, add = ctx.grad_target(i, b_Or)
+            _gemm.linear_bwd_w(dy_NP, u_NA[:, part.ranks], db_Or, add)
+            db.append(db_Or)
         da_AI, add = ctx.grad_target(2, a_AI)
         _gemm.linear_bwd_w(du_NA, x_NI, da_AI, add)
         dx_NI = None
         if ctx.needs_grad[0]:
             dx_NI = _gemm.linear_bwd_x(dy_NO, w_OI)
             _gemm.matmul(dx_NI, du_NA, a_AI, accumulate=True)
+        dw_OI = None
         if ctx.needs_grad[1]:
             dw_OI, add = ctx.grad_target(1, w_OI)
             _gemm.linear_bwd_w(dy_NO, x_NI, dw_OI, add)
-        dbias_O = bias_gradient(ctx, 6, bias_O, dy_NO)
-        return dx_NI, dw_OI, da_AI, db_Br, None, None, dbias_O
+        return dx_NI, dw_OI, da_AI, dbias_O, dm, None, None, *db
 
 
 class RMSNorm(Function):

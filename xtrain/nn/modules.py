@@ -361,10 +361,13 @@ class Arena:
 
 
 def arena_of(parameters: list[Parameter], kind: tuple[Any, ...]) -> Arena:
-    """Return a new arena of this kind. The parameters keep their values; quantized ones stay."""
+    """Return a new arena of this kind, also on another device. The parameters keep their values;
+    quantized ones stay."""
     kept = [(p, p.data) for p in parameters if p.quantized is None]
     arena = Arena([p for p, _ in kept], *kind)
     for parameter, values in kept:
+        if isinstance(values, np.ndarray):  # of the CPU, maybe to another device
+            values = to_device(values.astype(parameter.dtype, copy=False), kind[0])
         parameter.data = values
     return arena
 

@@ -1,8 +1,8 @@
-"""Quantize a model for serving: matrices of Linear become codes of one byte, with a scale per row.
+"""Quantize a model for serving: matrices of Linear become codes of one byte or of four bits.
 
-    quantize_weights(model, "int8")      or "fp8"; the same as Engine(model, weights="int8")
+    quantize_weights(model, "int8")      or fp8, int4, nf4; the same as Engine(model, weights="int8")
 
-kernels/quantize.py explains the codes. A quantized matrix is another storage of the same Parameter:
+kernels/quantize.py and kernels/four_bits.py explain the codes. A quantized matrix is another storage of the same Parameter:
 the forward does not change, and where it multiplies by the parameter, the product takes the codes.
 What is not a Linear's matrix stays as it is:
 
@@ -15,16 +15,26 @@ What is not a Linear's matrix stays as it is:
     LoRA         adapters add to the product of the quantized matrix, in the model's precision
 
 The codes of all matrices are in memory before the matrices themselves are freed: at most 1.5 times
-the model in bf16.
+the model in bf16. quantize_onto starts from a model on the CPU, and never has more than one whole
+matrix on the GPU.
+
+A quantized model is not trained, but adapters of it are (nn/lora.py), as in QLoRA: forward and
+backward multiply by a dequantized copy that is freed after the product.
 """
 
+from dataclasses import replace
+
+import numpy as np
+
+from ..device import to_device
 from ..errors import UserError
-from ..kernels.quantize import CODES, check_finite, quantize
+from ..kernels.cast import BFLOAT16
+from ..kernels.quantize import KINDS, check_finite, quantize
 from .lora import AdaptedTransformer
-from .model import Transformer
+from .model import Precision, RotaryTables, Transformer
 from .modules import Linear, Module, Parameter, arena_of
 
-WEIGHTS = ("full", *CODES)
+WEIGHTS = ("full", *KINDS)
 
 
 def quantize_weights(model: Transformer, kind: str) -> None:
@@ -34,7 +44,7 @@ def quantize_weights(model: Transformer, kind: str) -> None:
     nothing, for a model that can be trained, one that is quantized in another way, or one with
     weights that are not numbers.
 
-    kind: "int8" or "fp8"; "full" changes nothing.
+    kind: one of WEIGHTS; "full" changes nothing.
     """
     if kind not in WEIGHTS:
         raise UserError(f"weights {kind!r} is not known: choose {', '.join(WEIGHTS)}")
@@ -69,6 +79,24 @@ def quantize_weights(model: Transformer, kind: str) -> None:
         adapted.base_arena = arena_of(arena.parameters, arena.kind)
     else:
         model.arena = arena_of(arena.parameters, arena.kind)
+
+
+def quantize_onto(model: Transformer, kind: str, device: str, precision: Precision) -> None:
+    """Move a model from the CPU to a device, its matrices quantized there one after the other.
+
+    precision: there. Raises UserError for weights that are not numbers.
+    """
+    dtype = np.dtype(np.float32 if precision == "fp32" else BFLOAT16)
+    for name, parameter in linear_weights(model):
+        codes = quantize(to_device(parameter.data, device), kind)
+        check_finite(codes, f"{name}weight")
+        parameter.quantized = replace(codes, dtype=dtype)
+    arena = model.arena
+    *_, world, trainable = arena.kind
+    model.arena = arena_of(arena.parameters, (device, precision != "fp32", world, trainable))
+    model.device = device
+    model.precision = precision
+    model.rotary = RotaryTables(model.config, device)
 
 
 def linear_weights(model: Module) -> list[tuple[str, Parameter]]:

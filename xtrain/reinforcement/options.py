@@ -121,7 +121,7 @@ class ReinforceConfig(AdapterOptions):
 
     def resume_keys(self) -> tuple[str, ...]:
         """Return those of training and KEYS."""
-        return (*RESUME_KEYS, *KEYS)
+        return (*RESUME_KEYS, "weights", *KEYS)
 
     def may_change(self) -> set[str]:
         """Return those of training, and the reference."""

@@ -15,17 +15,17 @@ class DecodeBatch:
     """Some numbers for each of up to B sequences, and their block tables.
 
     Entry b of every column belongs to the sequence in slot b; entries of length -1 are idle. The
-    columns are views of one block of memory, so one copy uploads all of them. On the device the
-    decoding step itself updates them, as the host does its own. The last tokens, `ids`, are on the
-    device only: a step needs them before the host knows them.
+    columns are views of one block of memory, which the tables follow, so one copy uploads all of
+    them. On the device the decoding step itself updates them, as the host does its own. The last
+    tokens, `ids`, are on the device only: a step needs them before the host knows them.
 
     host, device: the columns by name, each (B,).
     host_tables, device_tables: the block tables, (B, M).
     """
 
     # lengths: tokens in the cache.  step: tokens drawn so far.  penalty_slot, mask_slot: its list of
-    # penalties and its mask, -1: none.  previous: entry of the sequence's token before, if that is in
-    # the same pass (verifying.py), else -1.
+    # penalties and its mask, -1: none.  Of a verifying step (verifying.py) alone: previous: entry of
+    # the sequence's token before, if that is in the same pass, else -1; token: of the row.
     COLUMNS: ClassVar[dict[str, type]] = {
         "seed": np.int64,
         "random_stream": np.int64,
@@ -39,6 +39,7 @@ class DecodeBatch:
         "mask_slot": np.int32,
         "adapter": np.int32,
         "previous": np.int32,
+        "token": np.int32,
     }
 
     # the columns that a Request has too, and that stay as they are
@@ -53,13 +54,13 @@ class DecodeBatch:
     )
 
     def __init__(self, B: int, M: int, device: str):
-        nbytes = B * sum(np.dtype(t).itemsize for t in self.COLUMNS.values())
-        self.state = Mirrored(nbytes, device)
-        self.table = Mirrored(4 * B * M, device)
-        self.host = self._columns(self.state.host, B)
-        self.device = self._columns(self.state.device, B)
-        self.host_tables = self.table.host.view(np.int32).reshape(B, M)
-        self.device_tables: Array = self.table.device.view(np.int32).reshape(B, M)
+        end = B * sum(np.dtype(t).itemsize for t in self.COLUMNS.values())
+        self.end_of_columns = end
+        self.memory = Mirrored(end + 4 * B * M, device)
+        self.host = self._columns(self.memory.host, B)
+        self.device = self._columns(self.memory.device, B)
+        self.host_tables = self.memory.host[end:].view(np.int32).reshape(B, M)
+        self.device_tables: Array = self.memory.device[end:].view(np.int32).reshape(B, M)
         self.ids: Array = to_device(np.zeros(B, np.int32), device)
         self.edges: Array = to_device(np.arange(B + 1, dtype=np.int32), device)
         self.device_name = device
@@ -115,14 +116,19 @@ class DecodeBatch:
         self.host["mask_slot"][idle] = -1
         self.host_tables[idle] = -1
 
-    def upload(self) -> None:
-        """Copy the columns and the tables to the device."""
-        self.state.upload()
-        self.upload_tables()
+    def upload(self, tables: int | None = None) -> None:
+        """Copy the columns and the first tables, by default all, to the device."""
+        self.memory.upload(0, self._end_of(tables))
 
-    def upload_tables(self, b: int | None = None) -> None:
-        """Copy the first b tables, by default all, to the device."""
-        self.table.upload(0, b and 4 * b * self.host_tables.shape[1])
+    def upload_tables(self) -> None:
+        """Copy the tables to the device."""
+        self.memory.upload(self.end_of_columns)
+
+    def _end_of(self, tables):
+        """Return the byte after so many tables; None: that after all."""
+        if tables is None:
+            return None
+        return self.end_of_columns + 4 * tables * self.host_tables.shape[1]
 
     def rows(self, slots: list[int]) -> dict[str, Array]:
         """Return a copy of these entries of the host's columns, on the device."""

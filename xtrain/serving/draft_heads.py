@@ -56,9 +56,8 @@ class HeadsDrafter:
         runner.keep_outputs()
         runner.drafter = self
 
-    @property
-    def seconds(self) -> float:
-        """Return the time of a draft, divided by its tokens."""
+    def seconds(self, n: int) -> float:
+        """Return the time of a draft: all heads compute, however many tokens are taken."""
         return self.timing.seconds or 0.0
 
     def prepare(self, requests: list[Request]) -> None:
@@ -79,7 +78,7 @@ class HeadsDrafter:
         with self.runner.mode():
             ids = self._draw(chosen, b)
             self.runner.arrival()()
-        self.timing.note((time.perf_counter() - start) / max(lengths))
+        self.timing.note(time.perf_counter() - start)
         drafts: list[list[int]] = []
         for request, n in zip(requests, lengths):
             drawn = [int(ids[k * b + request.slot]) for k in range(n)]
@@ -119,7 +118,7 @@ class HeadsDrafter:
             for name in DecodeBatch.OPTIONS:
                 batch.host[name][rows] = slots_batch.host[name][slots]
             batch.write_counters(rows, [0] * len(rows), (numbers + k).tolist())
-        batch.state.upload()
+        batch.upload(tables=0)
         (logits,) = self.runner.run_part(self.logits, b)
         ids = to_device(np.zeros(self.K * b, np.int32), self.runner.model.device)
         self.runner.sample(logits, ids, batch.first(self.K * b), False, False, False)

@@ -68,10 +68,9 @@ class DraftModel:
         self.size = 0  # of the decoding steps
         self.timing = Timing()
 
-    @property
-    def seconds(self) -> float:
-        """Return the time of one drafted token of all sequences."""
-        return self.timing.seconds or 0.0
+    def seconds(self, n: int) -> float:
+        """Return the time of n drafted tokens of all sequences, one after the other."""
+        return n * (self.timing.seconds or 0.0)
 
     def prepare(self, requests: list[Request]) -> None:
         pass
@@ -170,7 +169,7 @@ class DraftModel:
             batch.mark_idle_except(slots)
             lengths = [request.length - 1 + place for request in active]
             batch.write_counters(slots, lengths, [len(r.completion) + place for r in active])
-            batch.state.upload()
+            batch.upload(tables=0)
             self.size = graph_size(max(slots) + 1, self.runner.max_batch)
         self.runner.run_part(self.runner.decode, self.size, False, False, False)
         return to_host_later(batch.ids.copy())

@@ -91,10 +91,10 @@ class SharedOptions:
     """The options of an engine that serve, generate, chat and evaluate have, too."""
 
     weights: Annotated[
-        Literal["full", "int8", "fp8"],
+        Literal["full", "int8", "fp8", "int4", "nf4"],
         Doc(
-            "int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision "
-            "says"
+            "int8, fp8: matrices in one byte per weight, with a scale per row; int4, nf4: in four "
+            "bits, with a scale per 128 and 64 columns, too; full: as precision says"
         ),
     ] = "full"
     kv_cache: KVCache = "full"

@@ -62,9 +62,8 @@ def count_accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:
 class Drafter(Protocol):
     """Guesses the next tokens of sequences, none of whose tokens are in flight when it drafts."""
 
-    @property
-    def seconds(self) -> float:
-        """Return the time that drafting one token for all sequences takes."""
+    def seconds(self, n: int) -> float:
+        """Return the time that drafting n tokens for all sequences takes."""
 
     def prepare(self, requests: list[Request]) -> None:
         """Do what takes long, a little at a time: called before `chances` in every step."""
@@ -172,7 +171,8 @@ class History:
 class PromptLookup:
     """Drafts what followed the last tokens when they occurred before."""
 
-    seconds = 0.0
+    def seconds(self, n: int) -> float:
+        return 0.0
 
     def prepare(self, requests: list[Request]) -> None:
         left = INDEXED
@@ -332,7 +332,7 @@ class Speculation:
                 rows = verifying_size(B + n)
                 # unless it is known, it takes as long as one with fewer rows
                 seconds = self.times.seconds(True, rows) or seconds
-            speed = tokens / (seconds + deepest * self.drafter.seconds)
+            speed = tokens / (seconds + self.drafter.seconds(deepest))
             if speed > most:
                 most = speed
                 best = n

@@ -95,7 +95,7 @@ class Verifier:
         cache = self.runner.cache
         sequences = cache.decode(columns["lengths"], *tables, columns["previous"])
         model = self.runner.model
-        x_NC = model.hidden(batch.ids[:size], sequences)
+        x_NC = model.hidden(columns["token"], sequences)
         logits = model.logits(x_NC).data
         if self.runner.hidden is None:
             return (logits,)
@@ -155,12 +155,10 @@ class Verifier:
         previous = [number_of.get((row.request, row.place - 1), -1) for row in rows]
         batch.host["previous"][:n] = previous
         batch.host["previous"][n:] = -1
+        batch.host["token"][:n] = [row.token for row in rows]
         batch.host["lengths"][n:] = -1
         batch.host_tables[n:size] = -1
-        batch.state.upload()
-        batch.upload_tables(size)
-        tokens = np.array([row.token for row in rows], np.int32)
-        batch.ids[:n] = to_device(tokens, self.runner.model.device)
+        batch.upload(size)
         self.runner.use_adapters(batch.device["adapter"])
         logits, *self.hidden = self.runner.run_part(self.logits, size)
         return logits
@@ -192,7 +190,7 @@ class Verifier:
             rows = slice(start, start + count)
             if start:
                 before = slice(start - len(slots), start - len(slots) + count)
-                slots = without_wrong(slots[:count], ids_N[before], self.batch.ids[rows])
+                slots = without_wrong(slots[:count], ids_N[before], columns["token"][rows])
             own = {name: column[rows] for name, column in columns.items()} | {"penalty_slot": slots}
             pieces.append(runner.sample(logits[rows], ids_N[rows], own, True, scored, masked))
             start += count

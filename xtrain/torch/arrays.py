@@ -165,7 +165,7 @@ class TorchMemory:
         shape = a.shape
         first = (a.data.ptr - a.data.mem.ptr) // a.itemsize
         if block.dtype == dtype and block.numel() == a.size:
-            return block if block.shape == shape else block.view(shape)
+            return block if block.shape == shape else block.resize_(shape)  # no view of it
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         new = torch.empty(0, dtype=dtype, device=self.device)
         return new.set_(block.untyped_storage(), first, shape, strides)
@@ -180,11 +180,11 @@ def run_on_gpu(launcher: Callable, arguments: Sequence[Any], index: int) -> list
             "run `pip install -e '.[gpu]'` (gpu12 for CUDA 12), then `xtrain doctor`"
         )
     cuda = gpu.cuda
-    memory = TorchMemory(_device(index))
+    memory = TorchMemory(cuda_device(index))
     handle = torch._C._cuda_getCurrentRawStream(index)  # a third of current_stream's time
     capturing = torch.cuda.is_current_stream_capturing()
-    before = launch.memory.allocate
-    launch.memory.allocate = memory.allocate
+    before = launch.instead.allocate
+    launch.instead.allocate = memory.allocate
     try:
         if (
             not capturing
@@ -192,14 +192,21 @@ def run_on_gpu(launcher: Callable, arguments: Sequence[Any], index: int) -> list
             and cuda.get_current_stream().ptr == handle
         ):
             return _results(memory, launcher, arguments)
-        stream = _streams.get((index, handle))
-        if stream is None:
-            stream = _streams[index, handle] = cuda.ExternalStream(handle, index)
-        allocator = cuda.using_allocator(memory.malloc)
-        with cuda.Device(index), stream, allocator, _allocations_while_capturing(capturing):
+        with on_stream(index, handle, capturing), cuda.using_allocator(memory.malloc):
             return _results(memory, launcher, arguments)
     finally:
-        launch.memory.allocate = before
+        launch.instead.allocate = before
+
+
+@contextlib.contextmanager
+def on_stream(index: int, handle: int, capturing: bool) -> Iterator[None]:
+    """Make a stream of torch CuPy's current one, which may capture a graph."""
+    cuda = cupy().cuda
+    stream = _streams.get((index, handle))
+    if stream is None:
+        stream = _streams[index, handle] = cuda.ExternalStream(handle, index)
+    with cuda.Device(index), stream, _allocations_while_capturing(capturing):
+        yield
 
 
 def _results(memory, launcher, arguments):
@@ -208,7 +215,8 @@ def _results(memory, launcher, arguments):
 
 
 @functools.cache
-def _device(index):
+def cuda_device(index: int) -> torch.device:
+    """Return torch's name of a GPU."""
     return torch.device("cuda", index)
 
 

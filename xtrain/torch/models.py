@@ -186,7 +186,8 @@ def _rotary_forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor,
     like = torch.empty(0, dtype=torch.float32, device=x.device)
     cos, sin = type(self).forward(self, like, position_ids)
     R = cos.shape[-1] // 2
-    return cos[..., :R].reshape(-1, R), sin[..., :R].reshape(-1, R)
+    cos, sin = (table[..., :R].reshape(-1, R).contiguous() for table in (cos, sin))
+    return cos, sin
 
 
 def _dispatch_rope(modeling: Any) -> None:

@@ -61,6 +61,11 @@ def _sums_like(like, weight):
     return zeros(like, weight.shape, np.float64 if weight.dtype == np.float64 else np.float32)
 
 
+def _as_weight(sums, weight):
+    """Return the gradient of a weight in its dtype."""
+    return _cast.cast_fwd(sums, weight.dtype)
+
+
 # ----------------------------------------------------------------------------- norms
 # The launchers take rows, the ops any leading axes: a reshape of arrays costs less than one of
 # tensors, which autograd records.
@@ -72,7 +77,7 @@ def _rmsnorm_forward(x, weight, eps):
 def _rmsnorm_backward(dy, x, weight, rstd):
     dweight = _sums_like(dy, weight)
     dx = _rmsnorm.rmsnorm_bwd(rows_of(dy), rows_of(x), weight, rstd, dweight)
-    return dx.reshape(x.shape), dweight
+    return dx.reshape(x.shape), _as_weight(dweight, weight)
 
 
 _rmsnorm_backward_op = register_op(
@@ -107,7 +112,7 @@ def _residual_backward(dh, dy, h, weight, rstd):
         dh = rows_of(_cast.cast_fwd(dh, dy.dtype))
     rows = rows_of(dy), rows_of(h)
     dx = _residual.residual_rmsnorm_bwd(dh, *rows, weight, rstd, dweight)
-    return dx.reshape(h.shape), dweight
+    return dx.reshape(h.shape), _as_weight(dweight, weight)
 
 
 _residual_backward_op = register_op(
@@ -324,7 +329,7 @@ def _norm_rope_backward(dy, x, weight, rstd, cos, sin, positions, T):
     _qk_norm_rope.qk_norm_rope_bwd(
         *gradients, rows, w, w, rstd, cos, sin, H, 0, T, *sums, positions
     )
-    return dx.reshape(x.shape), sums[0]
+    return dx.reshape(x.shape), _as_weight(sums[0], weight)
 
 
 _norm_rope_backward_op = register_op(
@@ -372,7 +377,7 @@ def _float(w):
 def _embedding_backward(dy, ids, weight):
     dweight = _sums_like(dy, weight)
     _embedding.embedding_bwd(dy, ids, dweight)
-    return dweight
+    return _as_weight(dweight, weight)
 
 
 _embedding_backward_op = register_op(

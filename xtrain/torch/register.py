@@ -26,6 +26,9 @@ The launcher's arguments are arrays in place of tensors (arrays.py); lists of te
 arrays. CPU tensors run what the launcher does with NumPy arrays, CUDA tensors what it does with
 CuPy arrays. It returns new arrays, in the order of the results. Arguments that the schema marks as
 changed, `Tensor(a!) x`, are changed in place.
+
+On a GPU the launches of a launcher that only allocates and launches are recorded once for each
+layout of the arguments and repeated (launches.py). So let it choose them by its arguments alone.
 """
 
 import dataclasses
@@ -36,8 +39,8 @@ from typing import Any
 import torch
 
 from .arrays import flattened, run_launcher
+from .launches import Repeatable, aligned
 
-_SAVED = object()  # in place of a tensor that autograd saves
 _libraries: dict[str, torch.library.Library] = {}  # an op exists as long as its Library
 
 
@@ -78,7 +81,12 @@ def register_op(
     changed = {i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write}
     dense = {i for i, a in enumerate(arguments) if a.name not in strided} - changed
     gradient_of = _gradient_dtypes(op)
-    run = _implementation(qualified, launcher, changed, dense, gradient_of)
+    lists = any(str(a.type).startswith("List[Tensor") for a in arguments)
+    if changed or lists:
+        compute: Callable = _as_usual(qualified, launcher, changed, dense)
+    else:
+        compute = Repeatable(launcher, frozenset(range(len(arguments))) - dense)
+    run = _implementation(compute, gradient_of)
     for key in ("CPU", "CUDA"):
         library.impl(name, run, key)
     torch.library.register_fake(qualified, fake or _fake_gradients(op, gradient_of), lib=library)
@@ -148,16 +156,11 @@ def _function(name, run, setup, formula):
     return type(name, (torch.autograd.Function,), methods)
 
 
-def _implementation(qualified, launcher, changed, dense, gradient_of):
+def _implementation(compute, gradient_of):
     """Return the function that computes the op for tensors on the CPU or a GPU."""
 
     def run(*arguments):
-        given = list(arguments)
-        for i in changed:
-            _check_in_place(qualified, given[i])
-        for i in dense:
-            given[i] = _contiguous(given[i])
-        results = run_launcher(launcher, given)
+        results = compute(arguments)
         for i, argument in gradient_of.items():
             like = arguments[argument]
             if like is not None and results[i].dtype != like.dtype:
@@ -169,15 +172,25 @@ def _implementation(qualified, launcher, changed, dense, gradient_of):
     return run
 
 
-ALIGNMENT = 16  # bytes: kernels that read so much at once compute the same bits from any tensor
+def _as_usual(qualified, launcher, changed, dense):
+    """Return the function that calls the launcher of an op that is not repeated."""
+
+    def compute(arguments):
+        given = list(arguments)
+        for i in changed:
+            _check_in_place(qualified, given[i])
+        for i in dense:
+            given[i] = _aligned(given[i])
+        return run_launcher(launcher, given)
+
+    return compute
 
 
-def _contiguous(x):
-    """Return contiguous, aligned tensors."""
+def _aligned(x):
+    """Return contiguous, aligned tensors; others as they are."""
     if isinstance(x, torch.Tensor):
-        x = x.contiguous()
-        return x.clone() if x.data_ptr() % ALIGNMENT else x
-    return [_contiguous(y) for y in x] if isinstance(x, (list, tuple)) else x
+        return aligned(x)
+    return [_aligned(y) for y in x] if isinstance(x, (list, tuple)) else x
 
 
 def _check_in_place(qualified, tensors):
@@ -268,35 +281,35 @@ def _formula(op, backward, gradients):
         results = output if isinstance(output, tuple) else (output,)
         values = (*inputs, *results)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(results[k] for k in constant))
+        ctx.mark_non_differentiable(*[results[k] for k in constant])
         kept = [values[i] for i in source]
-        ctx.others = [_SAVED if isinstance(x, torch.Tensor) else x for x in kept]
-        ctx.save_for_backward(*(x for x in kept if isinstance(x, torch.Tensor)))
+        tensors = [x if isinstance(x, torch.Tensor) else None for x in kept]
+        ctx.save_for_backward(*tensors)
+        ctx.others = [x if t is None else None for x, t in zip(kept, tensors)]
         if len(given) > 1:  # one of them may be missing
             ctx.results = [(y.shape, y.dtype, y.device) for y in results]
 
     def formula(ctx, *grads):
-        if all(grads[output] is None for _, output, _ in given):
+        if all([grads[output] is None for _, output, _ in given]):
             return (None,) * len(arguments)
         values: list[Any] = [None] * len(names)
-        tensors = iter(ctx.saved_tensors)
-        for i, value in zip(saved, ctx.others):
-            values[i] = next(tensors) if value is _SAVED else value
+        for i, x, other in zip(saved, ctx.saved_tensors, ctx.others):
+            values[i] = other if x is None else x
         for i, output, may_be_none in given:
             values[i] = grads[output]
             if values[i] is None and not may_be_none:
                 shape, dtype, device = ctx.results[output]
                 values[i] = torch.zeros(shape, dtype=dtype, device=device)
         found = compute(*values)
-        wants = zip(arguments, ctx.needs_input_grad)
-        return tuple(found.get(name) if needs else None for name, needs in wants)
+        return tuple([x if needs else None for x, needs in zip(found, ctx.needs_input_grad)])
 
     return formula, setup_context
 
 
 def _backward_names(op, backward, gradients):
     """Return the names that the backward of an op needs, those that may be None, and a function of
-    the named values that returns argument -> gradient."""
+    the named values that returns a gradient, or None, for each argument."""
+    inputs = [a.name for a in op._schema.arguments]
     if not hasattr(backward, "_schema"):
         names = list(inspect.signature(backward).parameters)
 
@@ -307,19 +320,21 @@ def _backward_names(op, backward, gradients):
                     f"{op._schema.name} has no second derivative: call backward without "
                     "create_graph"
                 )
-            return backward(*values)
+            found = backward(*values)
+            return [found.get(name) for name in inputs]
 
         return names, (), compute_checked
     arguments = backward._schema.arguments
     names = [a.name for a in arguments]
     optional = {a.name for a in arguments if str(a.type).startswith("Optional")}
     results = [r.name for r in backward._schema.returns]
-    inputs = [a.name for a in op._schema.arguments]
-    source = {name: gradients.get(name, f"d{name}") for name in inputs}
+    source = [gradients.get(name, f"d{name}") for name in inputs]
+    places = [results.index(name) if name in results else None for name in source]
 
     def compute(*values):
         found = call(backward, *values)
-        of = dict(zip(results, found if isinstance(found, tuple) else (found,)))
-        return {name: of.get(result) for name, result in source.items()}
+        if not isinstance(found, tuple):
+            found = (found,)
+        return [None if i is None else found[i] for i in places]
 
     return names, optional, compute

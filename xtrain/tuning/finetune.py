@@ -5,7 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
@@ -17,7 +17,7 @@ from ..data.sources import from_standard_input
 from ..data.tokenizer import Tokenizer
 from ..device import Array, cache_folder, to_numpy
 from ..errors import UserError
-from ..formats.adapters import base_folder, check_writable, is_adapter, read_rank, read_targets
+from ..formats.adapters import base_folder, check_writable, is_adapter
 from ..formats.gguf_tensors import file_of
 from ..formats.huggingface import as_ids, read_config
 from ..formats.manifest import tensor_checksum
@@ -26,8 +26,9 @@ from ..kernels.decoding.logprobs import MAX_TOP
 from ..kernels.fp8 import TILE
 from ..nn.autograd import Tensor, no_grad
 from ..nn.draft_heads import HeadedTransformer
-from ..nn.lora import TARGETS, AdaptedTransformer, Lora
+from ..nn.lora import AdaptedTransformer, Lora
 from ..nn.model import Transformer
+from ..nn.quantized import quantize_onto
 from ..run_options import (
     RESUME_KEYS,
     ExpertOptions,
@@ -63,6 +64,15 @@ class AdapterOptions(ParallelOptions, ExpertOptions, OptimizerOptions):
     lora_alpha: float | None = None
     # all, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
     lora_targets: tuple[str, ...] = ("all",)
+    # matrices with another rank, as NAME=RANK; NAME: a regular expression of the end of their names,
+    # such as k_proj=4 or 'layers\.0\..*=8'
+    lora_rank_pattern: tuple[str, ...] = ()
+    lora_alpha_pattern: tuple[str, ...] = ()  # matrices with another alpha, as NAME=ALPHA
+    lora_rslora: bool = False  # multiply by alpha / sqrt(rank) in place of alpha / rank
+    lora_dora: bool = False  # DoRA: train the norm of each row of the matrices apart
+    # with --lora, of the frozen model's matrices: int8, fp8 in one byte per weight, int4, nf4 in four
+    # bits (QLoRA); full: as --precision says
+    weights: Literal["full", "int8", "fp8", "int4", "nf4"] = "full"
     # the run is written to OUT/NAME; none: the name of the command
     name: str | None = None
     # a chat template in place of the model's, which is saved with the run: a file, or chatml, llama3,
@@ -90,8 +100,12 @@ class AdapterOptions(ParallelOptions, ExpertOptions, OptimizerOptions):
         super().validate()
         if self.lora < 0:
             raise UserError(f"--lora must be a positive rank, or 0 for none, got {self.lora}")
-        if not self.lora and (self.lora_alpha is not None or self.lora_targets != ("all",)):
-            raise UserError("--lora-alpha and --lora-targets need --lora: give its rank")
+        given = [x.name for x in fields(AdapterOptions) if x.name.startswith("lora_")]
+        given = [name for name in given if getattr(self, name) != getattr(AdapterOptions, name)]
+        if given and not self.lora:
+            raise UserError(f"--{given[0].replace('_', '-')} needs --lora: give its rank")
+        if not self.lora and self.weights != "full":
+            raise UserError(f"--weights {self.weights} needs --lora: give a rank")
         if self.lora:
             self.adapters("")
         if self.lora and self.precision == "fp8":
@@ -110,23 +124,39 @@ class AdapterOptions(ParallelOptions, ExpertOptions, OptimizerOptions):
         return {x: n if getattr(self, x) is None else getattr(self, x) for x, n in defaults.items()}
 
     def adapters(self, base: str, folder: Path | None = None) -> Lora:
-        """Return what --lora, --lora-alpha and --lora-targets say. Raises UserError.
+        """Return what --lora and the options that begin with it say. Raises UserError.
 
         base: the model's folder.
         folder: of adapters that are trained further, which decide what no option says.
         """
-        targets: tuple[str, ...] = TARGETS
-        alpha = 2.0 * self.lora
+        lora = Lora(self.lora, 2.0 * self.lora)
         if folder is not None:
-            rank, factor = read_rank(folder)
-            names = read_targets(folder)
-            targets = (*filter(names.__contains__, TARGETS), *sorted(names.difference(TARGETS)))
-            alpha = factor * rank
-        if self.lora_targets != ("all",):
-            targets = self.lora_targets
-        if self.lora_alpha is not None:
-            alpha = self.lora_alpha
-        return Lora(self.lora, alpha, targets, base)
+            lora = Lora.read(folder)
+        options: dict[str, Any] = {
+            "targets": self.lora_targets if self.lora_targets != ("all",) else None,
+            "alpha": self.lora_alpha,
+            "rank_pattern": pattern_of("--lora-rank-pattern", self.lora_rank_pattern, int) or None,
+            "alpha_pattern": pattern_of("--lora-alpha-pattern", self.lora_alpha_pattern, float)
+            or None,
+            "rslora": self.lora_rslora or None,
+            "dora": self.lora_dora or None,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        return replace(lora, r=self.lora, base=base, **given)
+
+
+def pattern_of(option: str, given: tuple[str, ...], kind: type) -> dict[str, Any]:
+    """Return {NAME: number} of texts NAME=NUMBER. Raises UserError. kind: int or float."""
+    pattern = {}
+    for text in given:
+        name, _, number = text.rpartition("=")
+        try:
+            pattern[name] = kind(number)
+        except ValueError:
+            name = ""
+        if not name:
+            raise UserError(f"{option} {text!r} must be NAME=NUMBER, such as k_proj=8")
+    return pattern
 
 
 @dataclass(frozen=True)
@@ -217,7 +247,7 @@ class FinetuneConfig(ExampleOptions, RowOptions):
 
     def resume_keys(self) -> tuple[str, ...]:
         """Return those of training, and of the teacher."""
-        return (*RESUME_KEYS, "teacher_weight", "teacher_top_k", "teacher_kl")
+        return (*RESUME_KEYS, "weights", "teacher_weight", "teacher_top_k", "teacher_kl")
 
     def may_change(self) -> set[str]:
         """Return those of training, and the teacher."""
@@ -324,6 +354,7 @@ class FinetuneRun(Run):
         if lora := getattr(self.model, "lora", None):
             targets = sorted(lora.targets)
             options |= {"lora": lora.r, "lora_alpha": lora.alpha, "lora_targets": targets}
+            options |= lora.extensions
         if self.teacher is not None:
             options["teacher"] = digest_of(self.teacher)
         return super().resume_options() | options
@@ -415,21 +446,25 @@ def adapted(start: Start, corpus: Any, world: int) -> AdaptedTransformer:
         source = start.saved.folder
     folder = base_folder(source)
     adapters = source if is_adapter(source) else None
-    if adapters is not None and not start.saved and read_rank(adapters)[0] != config.lora:
+    if adapters is not None and not start.saved and (r := Lora.read(adapters).r) != config.lora:
         raise UserError(
-            f"{adapters} holds adapters of rank {read_rank(adapters)[0]}: give that to --lora to "
-            "train them further, or merge them with `xtrain export --merge` and train new ones"
+            f"{adapters} holds adapters of rank {r}: give that to --lora to train them further, or "
+            "merge them with `xtrain export --merge` and train new ones"
         )
     check_writable(folder)
+    where = (start.device, config.precision)
+    if config.weights != "full":
+        where = ("cpu", "fp32")
     loaded = AdaptedTransformer.from_pretrained(
-        folder, start.device, config.precision, trainable=False, change=config.change
+        folder, *where, trainable=False, change=config.change
     )
     model = cast(AdaptedTransformer, loaded)
+    if config.weights != "full":
+        quantize_onto(model, config.weights, start.device, config.precision)
     model.recompute = config.recompute
     check_fit(model, config, corpus)
-    model.adapt(
-        config.adapters(str(file_of(folder) or folder.resolve()), adapters), config.seed, world
-    )
+    base = str(file_of(folder) or folder.resolve())
+    model.adapt(config.adapters(base, adapters), config.seed, world)
     if adapters is not None and not start.saved:
         model.load_weights(adapters)
     return model

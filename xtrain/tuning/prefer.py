@@ -83,7 +83,7 @@ class PreferConfig(ExampleOptions):
 
     def resume_keys(self) -> tuple[str, ...]:
         """Return those of training and KEYS."""
-        return (*RESUME_KEYS, *KEYS)
+        return (*RESUME_KEYS, "weights", *KEYS)
 
     def validate(self) -> None:
         """Raise UserError on a value out of range."""

@@ -1,6 +1,7 @@
 """codes.py: every int8 and every e4m3 is unpacked exactly, in order; the instructions are those that the file promises."""
 
 import functools
+import statistics
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,7 @@ from offline import CARDS_BF16, nvvm, ptx_for, signatures
 
 from xtrain.kernels.primitives.codes import (
     BF16_UNIT,
+    NF4_LEVELS,
     code_values,
     codes_to_bf16,
     codes_to_floats,
@@ -92,6 +94,36 @@ def test_the_bits_by_hand(dtype):
                 b, c = 0x78807880, 0x80008000
             pairs += list((exactly(a) * exactly(b) + exactly(c)) * BF16_UNIT)
         assert found == values.tolist() and pairs == values.tolist()
+
+
+def test_four_bits_by_hand():
+    """The arithmetic of int4_to_bf16 and nf4_to_bf16: the simulator shifts and looks up instead."""
+    value = lambda half: np.array([half], np.uint16).view(ml_dtypes.bfloat16).astype(float)[0]
+    table = NF4_LEVELS.view(np.uint8).reshape(16, 2)
+    for word in (0x76543210, 0xFEDCBA98, 0x8F3A60C5):
+        codes = [word >> 4 * j & 15 for j in range(8)]
+        for j in range(4):
+            bits = word >> 4 * j & 0x000F000F | 0x43004300
+            assert [value(bits & 0xFFFF) - 128, value(bits >> 16) - 128] == [codes[j], codes[j + 4]]
+        for first in (0, 4):
+            half = word >> 4 * first & 0xFFFF
+            mask = permute(0x80808080, 0x80808080, half)
+            found = []
+            for column in table.T:
+                words = np.ascontiguousarray(column).view(np.uint32)
+                low, high = (permute(*words[i : i + 2], half & 0x7777) for i in (0, 2))
+                found.append(np.array([high & mask | low & ~mask], np.uint32).view(np.uint8))
+            levels = np.stack(found, 1).view(ml_dtypes.bfloat16)[:, 0]
+            assert np.array_equal(levels, NF4_LEVELS[codes[first : first + 4]])
+
+
+def test_the_levels_are_those_of_qlora():
+    """Quantiles of a normal distribution, 8 above 0 and 7 below (Dettmers et al. 2023, appendix E)."""
+    quantile = statistics.NormalDist().inv_cdf
+    above = [quantile(p) for p in np.linspace(0.9677083, 0.5, 9)[:-1]]
+    below = [-quantile(p) for p in np.linspace(0.9677083, 0.5, 8)[:-1]]
+    levels = np.sort(np.array([*above, 0, *below])) / max(above)
+    assert np.array_equal(np.sort(NF4_LEVELS.astype(np.float32)), levels.astype(ml_dtypes.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", CODES)

@@ -588,6 +588,33 @@ def walk_kernel(o_BD, q_BD, k_BSD, v_BSD, length_B):
     o_BD[b, d] = acc / l
 
 
+# %% 35.3 WRONG: every thread computes all scores
+# as the attempt above, but:
+# -     score = cuda.shared.array(16, float32)
+# +     score = cuda.local.array(16, float32)
+# -         s = float32(0.0)
+# -         if first + d < last:
+# +         for j in range(last - first):
+# +             s = float32(0.0)
+# -                 s += q_BD[b, i] * k_BSD[b, first + d, i]
+# -         cuda.syncthreads()
+# -         score[d] = s * float32(0.25)
+# -         cuda.syncthreads()
+# +                 s += q_BD[b, i] * k_BSD[b, first + j, i]
+# +             score[j] = s * float32(0.25)
+
+
+# %% 35.3 WRONG: The shorter chunk comes first
+# as the solution, but:
+# -     m, l, acc = chunk_sums(q_D, k_SD, v_SD, 0, min(CHUNK, length))
+# -     for first in range(CHUNK, length, CHUNK):
+# -         m_c, l_c, acc_c = chunk_sums(q_D, k_SD, v_SD, first, min(first + CHUNK, length))
+# +     head = (length - 1) % CHUNK + 1
+# +     m, l, acc = chunk_sums(q_D, k_SD, v_SD, 0, head)
+# +     for first in range(head, length, CHUNK):
+# +         m_c, l_c, acc_c = chunk_sums(q_D, k_SD, v_SD, first, first + CHUNK)
+
+
 # %% 35.3 WRONG: relative to the running maximum
 # as the attempt above, but:
 # -         m_c = float32(-math.inf)

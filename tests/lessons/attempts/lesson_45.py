@@ -93,7 +93,9 @@ def encode_kernel(codes_n, largest_1, counts_2, x_n, scale_1):
 def encode_kernel(codes_n, largest_1, counts_2, x_n, scale_1):
     if cuda.grid(1) == 0:
         for i in range(x_n.size):
-            size, a, code = abs(x_n[i]), abs(x_n[i] / scale_1[0]), 0x7F
+            size = abs(x_n[i])
+            a = abs(x_n[i] / scale_1[0])
+            code = 0x7F
             if size < float32(np.inf):
                 if a > float32(448.0):
                     a = float32(448.0)
@@ -311,7 +313,9 @@ def both_kernel(codes_NK, codes_KN, x_NK, scale_1):
 def encode_kernel(codes_n, largest_1, counts_2, x_n, scale_1):
     i = cuda.grid(1)
     if i < x_n.size:
-        size, a, code = abs(x_n[i]), abs(x_n[i] / scale_1[0]), 0x7F
+        size = abs(x_n[i])
+        a = abs(x_n[i] / scale_1[0])
+        code = 0x7F
         if size < float32(np.inf):
             if a > float32(448.0):
                 a = float32(448.0)

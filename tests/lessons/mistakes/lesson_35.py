@@ -43,6 +43,8 @@ MISTAKES = [
     ("35.3", "acc = acc * keep + acc_c * add", "acc = acc + acc_c * add", "acc is not multiplied"),
     ("35.3", "l = l * keep + l_c * add", "l = l + l_c * add", "l is not multiplied"),
     ("35.3", "acc / l", "acc", "The division by l is missing"),
+    ("35.3", "acc / l", "acc * (float32(1.0) / l)", "is rounded twice"),
+    ("35.3", "keep, add = ", "add, keep = ", "or the factors exchanged"),
     ("35.3", "b, d = cuda.blockIdx.x, cuda.threadIdx.x", "b, d = 0, cuda.threadIdx.x", "block b has sequence b"),
     ("35.4", '"per_thread": "row"', '"per_thread": "parts"', "what does N change"),
     ("35.4", '"added": "threads"', '"added": "row"', "if the threads come in one order"),

@@ -18,7 +18,7 @@ MISTAKES = [
     ("44.1", START, "min(arrival, free_at[slot])", "max, not min"),
     ("44.1", "index(min(", "index(max(", "min, not max"),
     ("44.1", "return starts", "return starts[1:]", "times were returned"),
-    ("44.1", "free_at, starts = [0.0] * slots, []", "free_at, starts = [0.0] * slots, []\n    last = arrivals[-1]", "may be empty"),
+    ("44.1", "    starts = []", "    starts = []\n    last = arrivals[-1]", "may be empty"),
     ("44.1", "    return starts", "    starts", "Nothing is returned"),
 ]  # fmt: skip
 

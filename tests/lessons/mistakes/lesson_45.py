@@ -42,7 +42,7 @@ MISTAKES = [
     ("45.1", NOTE, NOTE + "\n        x_n[i] = x_n[i] / scale_1[0]", "x was changed"),
     ("45.1", NOTE, "", "It was not noted"),
     ("45.1", "float_as_int(size)", "int(size)", "cut to an integer"),
-    ("45.1", "size, a, code = abs(x_n[i])", "size, a, code = abs(x_n[i] / scale_1[0])", "It is that of x / scale"),
+    ("45.1", "size = abs(x_n[i])", "size = abs(x_n[i] / scale_1[0])", "It is that of x / scale"),
     ("45.1", "float_as_int(size)", "float_as_int(x_n[i])", "largest"),
     ("45.1", "            size = float32(np.inf)\n", "            size = float32(0.0)\n", "is lost"),
     ("45.1", NOTE, "        largest_1[0] = max(largest_1[0], float_as_int(size))", "cuda.atomic.max"),

@@ -31,10 +31,11 @@ are, nor on S. A launch of few rows uses more warps per block and shorter splits
 adds in the order of training instead, where it fits (fits_exactly). The host knows only the largest
 possible number of splits, and starting a block that has nothing to do costs a microsecond. So there
 are as many blocks as the GPU runs at a time. Each counts the splits of all rows (count_items), and
-takes items i, i + grid, ...: one split of one key head. For every item a block computes its queries
-from qkv, which costs less than another kernel. The block of the last keys appends the new key and
-value, then reads them back from the cache like all others. Keys and values of earlier tokens were
-written long before: while the GEMM that produces qkv still runs, a block prefetches the first ones.
+takes items i, i + grid, ...: one split of one key head. An idle entry has none, so all blocks have
+about as much to do. For every item a block computes its queries from qkv, which costs less than
+another kernel. The block of the last keys appends the new key and value, then reads them back from
+the cache like all others. Keys and values of earlier tokens were written long before: while the GEMM
+that produces qkv still runs, a block prefetches the first ones.
 Finding them takes two dependent reads, the length and an entry of the table, so the blocks prefetch
 all tables before they know the lengths.
 
@@ -286,18 +287,13 @@ def make_decode_kernel(
             g = item.g
             t = item.t
             pages = Pages(batch.tables, item.first, uint32(batch.R), item.stride, item.head)
-            own = entry_of(pages, max(t, int64(0)))
+            own = entry_of(pages, t)
             if early:
-                if t >= 0:
-                    prefetch_keys(cache, pages, item.lo, item.hi)
+                prefetch_keys(cache, pages, item.lo, item.hi)
                 if number == begin:
                     wait_for_previous()  # it produces qkv
             number += blocks
             out = (b * G + g) * GROUP * D
-            if t < 0:
-                for j in range(cuda.threadIdx.x, GROUP * D, THREADS):
-                    store1(o, out + j, float32(0.0))
-                continue
             x = b * (G * GROUP + 2 * G) * D  # the token's query heads, then its keys, its values
             places = Places(
                 query=x + g * GROUP * D,
@@ -318,6 +314,13 @@ def make_decode_kernel(
                 to = out + h0 * D
                 count = GROUP - h0
                 combine(o, to, count, shared, partials, index, item.split, splits, item.splits)
+        width = G * GROUP * D
+        row = begin
+        while row < batch.B:
+            if schedule.t[row] < 0:  # idle
+                for j in range(cuda.threadIdx.x, width, THREADS):
+                    store1(o, row * width + j, float32(0.0))
+            row += blocks
 
     @kernel(THREADS, config.blocks if half else 0)  # in float32 registers would spill
     def decode_attention_kernel(

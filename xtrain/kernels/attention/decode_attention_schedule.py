@@ -52,7 +52,7 @@ def make_schedule(config, WINDOW):
         a split has keys lo .. hi - 1 of 0 .. t; `used` splits have keys
         With a window, they begin at the multiple of 16 before its first key.
     count_items(schedule, sums_s, lengths_B, B, limit)
-        fill the schedule; a row's token is at 0 .. limit - 1, a row without one counts as one split
+        fill the schedule; a row's token is at 0 .. limit - 1, a row without one has no splits
         sums_s: an int32 for each warp. Ends with a barrier.
     row_of(first_s, B, i)
         the row of split i
@@ -77,7 +77,7 @@ def make_schedule(config, WINDOW):
     @device
     def used_by(t):
         if t < 0:
-            return int32(1)
+            return int32(0)
         return int32(split_keys(int64(t + 1) - base_of(t))[1])
 
     @device
@@ -151,7 +151,7 @@ def make_items(D, S, half, config, WINDOW, CODES=False):
         b = row_of(schedule.first, batch.B, row_split)
         split = row_split - schedule.first[b]
         t = int64(schedule.t[b])
-        lo, hi, splits = key_range(split, max(t, int64(0)))
+        lo, hi, splits = key_range(split, t)
         first = uint32(uint32(b) * uint32(batch.M))
         stride = uint32(uint32(G) * uint32(S * D))
         head = uint32(uint32(g) * uint32(S * D))

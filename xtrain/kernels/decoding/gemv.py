@@ -18,7 +18,7 @@ weight. So the memory must never be idle, and every fused kernel saves a gap bet
 
     bf16 weights   tensor cores: gemv_tensor_cores.py
     float32        plain arithmetic, one warp per row of w
-    quantized      one byte per weight and a scale per row (quantize.py): the same two, by the dtype
+    quantized      one byte or four bits per weight (quantize.py): the same two, by the dtype
                    that the codes stand for. With tensor cores up to 32 rows, where nothing precedes
                    the product: a GEMM would need a dequantized copy
 
@@ -32,6 +32,7 @@ import numpy as np
 
 from ...device import Array
 from ..cast import cast_fwd
+from ..four_bits import FOUR_BITS, chunks_of, make_load_values
 from ..primitives.codes import codes_to_floats, load_codes16
 from ..primitives.flat import on_16_bytes
 from ..primitives.ptx import (
@@ -44,17 +45,17 @@ from ..primitives.ptx import (
     wait_for_previous,
 )
 from ..primitives.reduce import warp_sum
-from ..quantize import Quantized, check_quantized, dense
+from ..quantize import check_quantized, dense, kind_of
 from ..runtime.compiler import cuda, float32, int64, rsqrtf, uint32
 from ..runtime.launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
 from ..swiglu import sigmoid, silu_ref
 from .gemv_operands import (
-    CHUNK,
-    CHUNK_QUANTIZED,
     MAX_ROWS,
+    MAX_ROWS_FOUR_BITS,
     MAX_ROWS_QUANTIZED,
     TILE,
     Variant,
+    chunk_columns,
     shared_bytes,
     staged,
 )
@@ -107,16 +108,23 @@ def gemv_naive_kernel(y_NO, x_NK, w_OK):
 
 
 def make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED):
-    """Return multiply_row(y, h, x, delta, w, norm_w, scale, b, o, F, eps): column o of y, by one
-    warp, for any dtypes.
+    """Return multiply_row(y, h, x, delta, w, norm_w, scale, groups, b, o, F, eps): column o of y,
+    by one warp, for any dtypes.
 
     A warp reads a row of w (two with swiglu), 16 bytes per lane, and all rows of x: 4 columns, or
-    16 if w is quantized.
+    16 if w is quantized, 32 with codes of four bits. QUANTIZED: the kind of w.
     """
-    M, E = 2 if SWIGLU else 1, 16 if QUANTIZED else 4
+    M = 2 if SWIGLU else 1
+    FOUR = QUANTIZED in FOUR_BITS
+    E = 4
+    if QUANTIZED:
+        E = 32 if FOUR else 16
+    CHUNKS = chunks_of(K)
+    COLUMNS = 128 * CHUNKS if FOUR else K
+    load_values = make_load_values(QUANTIZED == "nf4")
 
     @device
-    def multiply_row(y, h, x, delta, w, norm_w, scale, b, o, F, eps):
+    def multiply_row(y, h, x, delta, w, norm_w, scale, groups, b, o, F, eps):
         lane = cuda.threadIdx.x & 31
         x_4 = cuda.local.array(4, float32)
         w_ME = cuda.local.array((M, E), float32)
@@ -129,15 +137,22 @@ def make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED):
             squares[n] = float32(0.0)
             for m in range(M):
                 acc_NM[n, m] = float32(0.0)
-        for first in range(E * lane, K, 32 * E):
+        for first in range(E * lane, COLUMNS, 32 * E):
             for m in range(M):
-                if QUANTIZED:
+                if FOUR:
+                    i = ((o + m * F) * COLUMNS + first) // 2
+                    load_values(w_ME[m], w, groups, i, first // 128, o + m * F, M * F)
+                elif QUANTIZED:
                     load_codes16(words, w, (o + m * F) * K + first)
                     codes_to_floats(w_ME[m], words, w)
                 else:
                     load4(w_ME[m], w, (o + m * F) * K + first)
             for e in range(0, E, 4):
                 k = first + e
+                if FOUR:  # its columns are those of load_values
+                    k = first // 128 * 128 + e // 8 * 32 + first % 128 // 4 + e % 8
+                    if k >= K:
+                        continue
                 if NORM:
                     load4(nw_4, norm_w, k)
                 for n in range(N):
@@ -182,38 +197,41 @@ def make_plain_kernel(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED, overlap):
     multiply_row = make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED)
 
     @kernel(BLOCK)
-    def gemv_plain_kernel(y, h, x, delta, w, norm_w, scale, b, F, eps):
+    def gemv_plain_kernel(y, h, x, delta, w, norm_w, scale, groups, b, F, eps):
         """Grid ceil(F / 8), block BLOCK: 8 warps. All arrays flat. F: columns of y.
-        scale: of the rows of quantized weights."""
+        scale, groups: of the rows of quantized weights."""
         o = int64(cuda.blockIdx.x) * 8 + (cuda.threadIdx.x >> 5)
         if overlap:
             wait_for_previous()
             let_next_start()
         if o < F:
-            multiply_row(y, h, x, delta, w, norm_w, scale, b, o, F, eps)
+            multiply_row(y, h, x, delta, w, norm_w, scale, groups, b, o, F, eps)
 
     return gemv_plain_kernel
 
 
 # ----------------------------------------------------------------------------- launchers
-def gemv_fits(N: int, K: int, dtype, quantized: bool = False, fused: bool = False) -> bool:
+def gemv_fits(N: int, K: int, dtype, quantized: str = "", fused: bool = False) -> bool:
     """True if gemv supports N rows and weights of width K and this dtype on a GPU.
 
-    fused: also add_norm_gemv.  quantized: the weights stand for a matrix of this dtype.
+    fused: also add_norm_gemv.  quantized: the kind of codes, which stand for this dtype.
     """
     return 0 < N <= _most_rows(dtype, quantized, fused) and K % _unit(dtype, quantized) == 0
 
 
 def _most_rows(dtype, quantized, fused):
-    wide = quantized and not fused and np.dtype(dtype) != np.float32
-    return MAX_ROWS_QUANTIZED if wide else MAX_ROWS
+    if fused or not quantized or np.dtype(dtype) == np.float32:
+        return MAX_ROWS
+    return MAX_ROWS_FOUR_BITS if quantized in FOUR_BITS else MAX_ROWS_QUANTIZED
 
 
 def _unit(dtype, quantized):
     """Return the number of which K must be a multiple for weights of this dtype"""
+    if quantized in FOUR_BITS:
+        return 8
     if np.dtype(dtype) == np.float32:
         return 16 if quantized else 4
-    return CHUNK_QUANTIZED if quantized else CHUNK
+    return chunk_columns(quantized)
 
 
 def gemv(
@@ -255,7 +273,7 @@ def add_norm_gemv(
 def _checked(op, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dtype, b_O):
     check_array(op, "x", x_NK, (None, None), FLOATS)
     N, K = x_NK.shape
-    quantized = isinstance(w_OK, Quantized)
+    quantized = kind_of(w_OK)
     if quantized:
         check_quantized(op, w_OK, K)
     else:
@@ -273,7 +291,7 @@ def _checked(op, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dty
     if b_O is not None:
         check_array(op, "b", b_O, (w_OK.shape[0],))
     dtype = np.dtype(dtype or w_OK.dtype)
-    stored = (w_OK.codes_OK, w_OK.scale_O) if quantized else (w_OK,)
+    stored = w_OK.arrays if quantized else (w_OK,)
     if on_host(x_NK, *stored, *optional):
         h, y = gemv_ref(x_NK, dense(w_OK, np.float32), norm_w_K, eps, delta_NK, swiglu, b_O)
         return x_NK if delta_NK is None else h.astype(x_NK.dtype), y.astype(dtype, copy=False)
@@ -292,6 +310,13 @@ def _launch(
     y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, config=None, b_O=None
 ):
     N, K = x_NK.shape
+    if N > MAX_ROWS_QUANTIZED:  # of codes of four bits; nothing precedes the product
+        for rows in (slice(MAX_ROWS_QUANTIZED), slice(MAX_ROWS_QUANTIZED, N)):
+            x = x_NK[rows]
+            _launch(
+                y[rows], x, x, None, None, w_OK, eps, swiglu, weights_ready, config=config, b_O=b_O
+            )
+        return
     F = y.shape[1]
     overlap = can_overlap(x_NK)
     norm, add = norm_w_K is not None, delta_NK is not None
@@ -299,7 +324,7 @@ def _launch(
     delta, norm_w = (x_NK if a is None else a for a in (delta_NK, norm_w_K))
     if add and w_OK.dtype != np.float32:
         delta = cast_fwd(delta, w_OK.dtype)  # usually it is already
-    quantized = isinstance(w_OK, Quantized)
+    quantized = kind_of(w_OK)
     w = w_OK.codes_OK if quantized else w_OK
     groups = -(-N // MAX_ROWS)
     if groups > 1:
@@ -308,16 +333,19 @@ def _launch(
     check(on_16_bytes(*arrays[1:]), "gemv: arrays must begin at multiples of 16 bytes")
     eps = np.float32(eps)
     bias = b_O is not None
-    arrays += [w_OK.scale_O if quantized else arrays[-1], b_O if bias else arrays[-1]]
+    unused = arrays[-1]
+    arrays.append(w_OK.scale_O if quantized else unused)
+    arrays.append(w_OK.groups_CO.reshape(-1) if quantized in FOUR_BITS else unused)
+    arrays.append(b_O if bias else unused)
     if w_OK.dtype == np.float32:
         plain_kernel = make_plain_kernel(N, K, norm, add, swiglu, bias, quantized, overlap)
         return launch(plain_kernel, -(-F // 8), BLOCK, *arrays, F, eps, overlap=overlap)
     config = config or choose(K, F, swiglu, norm, quantized)
     # with 16 warps there is no room for more sums
     several = groups > 1 and config.warps <= 8 and F > TILE * MULTIPROCESSORS
+    several = several and quantized not in FOUR_BITS  # a chunk's sums are in registers, too
     row_tiles = ROW_TILES if several else 1
     tiles = -(-F // (row_tiles * TILE))
-    chunk = CHUNK_QUANTIZED if quantized else CHUNK
     grid = min(tiles, config.blocks * MULTIPROCESSORS)
     variant = Variant(
         norm=norm,
@@ -327,7 +355,7 @@ def _launch(
         bias=bias,
         overlap=overlap,
         ready=weights_ready,
-        once=tiles == grid and config.warps * config.chunks * chunk >= K,
+        once=tiles == grid and config.warps * config.chunks * chunk_columns(quantized) >= K,
         staged=groups == 1 and staged(K, config, quantized),
         quantized=quantized,
         groups=groups,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...device import Array
+from ..four_bits import FOUR_BITS
 from ..primitives.codes import load_codes16
 from ..primitives.ptx import device, load8, store8, store8_shared
 from ..primitives.reduce import FULL
@@ -13,10 +14,12 @@ from ..primitives.words import load_words8, load_words8_shared, store_words8_sha
 from ..runtime.compiler import cuda, float32, int64, uint32
 
 MAX_ROWS = 8  # columns of one tensor-core tile
-MAX_ROWS_QUANTIZED = 4 * MAX_ROWS
+MAX_ROWS_QUANTIZED = 4 * MAX_ROWS  # of one kernel
+MAX_ROWS_FOUR_BITS = 2 * MAX_ROWS_QUANTIZED  # of two: w is read twice
 TILE = 16  # rows of w that a block multiplies at a time
 CHUNK = 32  # columns of w in bf16 that a warp multiplies at a time: 8 for each of 4 lanes
 CHUNK_QUANTIZED = 2 * CHUNK
+CHUNK_FOUR_BITS = 4 * CHUNK
 # elements between the rows of x in shared memory: 4 lanes of two rows have no bank conflicts
 PAD = 32
 PAD_QUANTIZED = 8  # the same where a lane has 16 columns and reads 8 of them at a time
@@ -25,9 +28,21 @@ MOST_SUMS = 8704  # bytes of a block's sums, with 16 warps or with swiglu and 8
 ROWS_AT_ONCE = 4  # of x that a thread loads
 
 
-def shared_bytes(N: int, K: int, quantized: bool = False) -> int:
+def chunk_columns(quantized: str) -> int:
+    """Return the columns of a chunk, of weights of this kind: "" if they are not quantized."""
+    if quantized in FOUR_BITS:
+        return CHUNK_FOUR_BITS
+    return CHUNK_QUANTIZED if quantized else CHUNK
+
+
+def pad_of(quantized: str) -> int:
+    """Return the elements between the rows of x in shared memory."""
+    return PAD_QUANTIZED if quantized and quantized not in FOUR_BITS else PAD
+
+
+def shared_bytes(N: int, K: int, quantized: str = "") -> int:
     """Return bytes of shared memory for N rows of x"""
-    return 2 * N * (K + (PAD_QUANTIZED if quantized else PAD))
+    return 2 * N * (K + pad_of(quantized))
 
 
 @dataclass(frozen=True)
@@ -41,7 +56,7 @@ class Config:
     stage: bool = True  # x passes through shared memory, if it fits
 
 
-def staged(K: int, config: Config, quantized: bool = False) -> bool:
+def staged(K: int, config: Config, quantized: str = "") -> bool:
     """True if up to MAX_ROWS of x pass through shared memory. Does not depend on their number, so a
     row's bits do not either."""
     return config.stage and shared_bytes(MAX_ROWS, K, quantized) + MOST_SUMS <= MOST_SHARED
@@ -60,7 +75,7 @@ class Variant:
     ready: bool  # the weights may be read before the previous kernel has ended
     once: bool  # a block has one tile and loads all of it at once
     staged: bool  # x passes through shared memory
-    quantized: bool = False  # the weights are codes, with a scale per row
+    quantized: str = ""  # the weights are codes of this kind
     groups: int = 1  # of 8 rows of x; above 1, x is bf16 in memory, and there is no norm
     tiles: int = 1  # of 16 rows of w, which a block multiplies with the same x; with swiglu 1
 
@@ -68,6 +83,20 @@ class Variant:
     def parts(self) -> int:
         """Return how many times 16 rows of w a block multiplies at a time: M."""
         return 2 if self.swiglu else self.tiles
+
+    @property
+    def four_bits(self) -> bool:
+        return self.quantized in FOUR_BITS
+
+    @property
+    def words(self) -> int:
+        """Return the words of a chunk in a lane: 16 bytes, and the scales of a chunk of four bits."""
+        return 5 if self.four_bits else 4
+
+    @property
+    def steps(self) -> int:
+        """Return the products of a chunk."""
+        return chunk_columns(self.quantized) // 16
 
 
 class Rows(NamedTuple):
@@ -85,6 +114,7 @@ class Weights(NamedTuple):
 
     w: Array
     scale: Array  # of the rows of quantized weights
+    groups: Array  # with codes of four bits: the scales of their groups
     b: Array
     F: int  # columns of y
 
@@ -125,7 +155,7 @@ def make_row_of_w(SWIGLU):
 def make_operands(K, variant, config):
     """Return load_w, load_x, load_staged_x, load_groups, exists: the operands of mma_bf16.
 
-    load_w(words (U, M, 2, 4), weights, tile, step)
+    load_w(words (U, M, 2, variant.words), weights, tile, step)
         this warp's chunks step U .. step U + U - 1 of 16 M rows of w
     load_x(fx (U, E / 4, 2), rows, step, share)
         the same chunks of x; returns this lane's sum of squares
@@ -148,10 +178,18 @@ def make_operands(K, variant, config):
     M = variant.parts
     WARPS = config.warps
     U = config.chunks
-    E = 16 if variant.quantized else 8  # columns of a lane in a chunk
-    WIDTH = 4 * E
-    X_PAD = PAD_QUANTIZED if variant.quantized else PAD
-    CHUNKS = K // WIDTH
+    WIDTH = chunk_columns(variant.quantized)
+    FOUR_BITS = variant.four_bits
+    E = WIDTH // 4  # columns of a lane in a chunk
+    # of a lane's columns, those of 8 codes of four bits follow each other, else all of them
+    BETWEEN_LANES = 8 if FOUR_BITS else E
+    BETWEEN = 4 if FOUR_BITS else 1
+    SIZE = 64 if variant.quantized else CHUNK  # of a chunk in w's elements
+    X_PAD = pad_of(variant.quantized)
+    CHUNKS = -(-K // WIDTH)
+    FULL_CHUNKS = K % WIDTH == 0
+    ROWS_PER_COLUMN = 2 if variant.swiglu else 1  # of y
+    W = variant.words
     load_words = load_codes16 if variant.quantized else load_words8
     EVEN = CHUNKS % (WARPS * U) == 0  # all warps have chunks in every step
     WHOLE = CHUNKS // (WARPS * U)  # steps in which they have
@@ -166,6 +204,11 @@ def make_operands(K, variant, config):
         return EVEN or step < WHOLE or chunk_of(step, u, warp) < CHUNKS
 
     @device
+    def column(c, lane, e):
+        """Return the column of x of a lane's column e, a multiple of 8, of chunk c."""
+        return c * WIDTH + BETWEEN_LANES * (lane & 3) + BETWEEN * e
+
+    @device
     def load_w(words, weights, tile, step):
         # else the addresses of all tiles occupy registers all the time
         tid = opaque(cuda.threadIdx.x)
@@ -176,9 +219,14 @@ def make_operands(K, variant, config):
                 for r in range(2):
                     o = row_of_w(tile * TILES * TILE + 8 * r + (lane >> 2), m, weights.F)
                     if exists(step, u, warp):
-                        load_words(words[u, m, r], weights.w, o * K + c * WIDTH + E * (lane & 3))
+                        first = (o * CHUNKS + c) * SIZE if FOUR_BITS else o * K + c * SIZE
+                        load_words(words[u, m, r], weights.w, first + SIZE // 4 * (lane & 3))
+                        if FOUR_BITS:
+                            words[u, m, r, 4] = uint32(
+                                weights.groups[c * (ROWS_PER_COLUMN * weights.F) + o]
+                            )
                     else:
-                        for j in range(4):
+                        for j in range(W):
                             words[u, m, r, j] = uint32(0)
             # no instruction: the compiler keeps the loads in the order of their use, before the
             # products
@@ -197,8 +245,8 @@ def make_operands(K, variant, config):
         for u in range(U):
             c = chunk_of(step, u, warp)
             for e in range(0, E, 8):
-                k = c * WIDTH + E * (lane & 3) + e
-                if not exists(step, u, warp):
+                k = column(c, lane, e)
+                if not (exists(step, u, warp) and (FULL_CHUNKS or k < K)):
                     for j in range(4):
                         words[j] = uint32(0)
                 elif HALF:
@@ -232,8 +280,8 @@ def make_operands(K, variant, config):
         for u in range(U):
             c = chunk_of(step, u, warp)
             for e in range(0, E, 8):
-                k = c * WIDTH + E * (lane & 3) + e
-                if exists(step, u, warp):
+                k = column(c, lane, e)
+                if exists(step, u, warp) and (FULL_CHUNKS or k < K):
                     load_words8_shared(words, x_s, n * (K + X_PAD) + k)
                 else:
                     for j in range(4):
@@ -247,12 +295,13 @@ def make_operands(K, variant, config):
         row = lane >> 2
         c = chunk_of(step, u, warp)
         # the addresses of all groups and chunks are constants away from one
-        first = int64(row) * K + E * (lane & 3)
+        first = int64(row) * K + BETWEEN_LANES * (lane & 3)
+        inside = FULL_CHUNKS or column(c, lane, e) < K
         for group in range(GROUPS):
             for j in range(4):
                 words[j] = uint32(0)
-            if row < N - 8 * group:
-                load_words8(words, x, first + (8 * group * K + c * WIDTH + e))
+            if row < N - 8 * group and inside:
+                load_words8(words, x, first + (8 * group * K + c * WIDTH + BETWEEN * e))
             for j in range(4):
                 fx[group, j // 2, j % 2] = words[j]
 
@@ -271,7 +320,7 @@ def make_stage(K, variant, config):
     HALF = variant.half
     THREADS = 32 * config.warps
     SHARE = 256  # columns: what a warp handles at a time
-    X_PAD = PAD_QUANTIZED if variant.quantized else PAD
+    X_PAD = pad_of(variant.quantized)
 
     @device
     def stage(shared, rows, share):

@@ -15,6 +15,7 @@ the first weights, because a load at the end would only be waited for. A GEMM wo
 dequantized copy, so more than 8 rows of x are multiplied here too, in up to four groups of 8 rows,
 by the same order of additions, and a lane reads its columns of x where it needs them. Every block
 then reads all of x, so it may multiply several tiles of w by what it has read (Variant.tiles).
+gemv_four_bits.py multiplies by codes of four bits.
 
 The warps of a block share the columns of a tile of 16 rows; their sums are added in the order of
 the warps. The weights of the next chunks, or of the next tile, are loaded while the current ones
@@ -29,6 +30,7 @@ x is rounded to bf16 after the norm weight, before r; sums, r and everything aft
 
 import functools
 
+from ..four_bits import FOUR_BITS
 from ..primitives.codes import BF16_UNIT, codes_to_bf16
 from ..primitives.ptx import (
     device,
@@ -42,9 +44,8 @@ from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import mma_bf16
 from ..runtime.compiler import cuda, float32, int64, rsqrtf, uint16, uint32, uint64
 from ..swiglu import sigmoid
+from .gemv_four_bits import make_multiply_four
 from .gemv_operands import (
-    CHUNK,
-    CHUNK_QUANTIZED,
     MAX_ROWS,
     TILE,
     Config,
@@ -53,6 +54,7 @@ from .gemv_operands import (
     Shared,
     Variant,
     Weights,
+    chunk_columns,
     make_operands,
     make_row_of_w,
     make_stage,
@@ -99,7 +101,7 @@ def make_reduce(M, WARPS, GROUPS):
 
 @functools.cache
 def make_multiply(M, U, QUANTIZED, GROUPS, load_groups, exists):
-    """Return multiply, multiply_groups, copy_words, copy_fx.
+    """Return multiply and multiply_groups.
 
     multiply(s (M, 4), words, fx, w)                        s += U chunks of w times x
     multiply_groups(s (GROUPS M, 4), words, rows, step, w)  the same for all rows of x, which it
@@ -143,12 +145,19 @@ def make_multiply(M, U, QUANTIZED, GROUPS, load_groups, exists):
                             for group in range(GROUPS):
                                 mma_bf16(s[group * M + m], fa, fx[group, i])
 
+    return multiply, multiply_groups
+
+
+@functools.cache
+def make_copies(M, U, WORDS, STEPS):
+    """Return copy_words(words, next_words) and copy_fx(fx, next_fx)."""
+
     @device
     def copy_words(words, next_words):
         for u in range(U):
             for m in range(M):
                 for r in range(2):
-                    for i in range(4):
+                    for i in range(WORDS):
                         words[u, m, r, i] = next_words[u, m, r, i]
 
     @device
@@ -157,7 +166,7 @@ def make_multiply(M, U, QUANTIZED, GROUPS, load_groups, exists):
             for i in range(2 * STEPS):
                 fx[u, i // 2, i % 2] = next_fx[u, i // 2, i % 2]
 
-    return multiply, multiply_groups, copy_words, copy_fx
+    return copy_words, copy_fx
 
 
 @functools.cache
@@ -172,7 +181,8 @@ def make_finish(K, variant, config):
     NORM = variant.norm
     SWIGLU = variant.swiglu
     BIAS = variant.bias
-    QUANTIZED = variant.quantized
+    QUANTIZED = variant.quantized != ""
+    UNIT = 1.0 if variant.four_bits else BF16_UNIT
     TILES = variant.tiles
     GROUPS = variant.groups
     M = variant.parts
@@ -187,7 +197,7 @@ def make_finish(K, variant, config):
         if QUANTIZED:
             o = tile * TILES * TILE + (cuda.threadIdx.x & TILE - 1)
             for m in range(M):
-                scales[m] = weights.scale[row_of_w(o, m, weights.F)] * float32(BF16_UNIT)
+                scales[m] = weights.scale[row_of_w(o, m, weights.F)] * float32(UNIT)
 
     @device
     def finish(y, shared, weights, scales, tile, N, eps, tid):
@@ -232,7 +242,7 @@ def prefetch_start(w):
 def make_product(K: int, variant: Variant, config: Config):
     """Return load_first and product: what a block does before and after it waits for its input.
 
-    load_first(words (U, M, 2, 4), scales (M,), weights, tile)
+    load_first(words (U, M, 2, variant.words), scales (M,), weights, tile)
         the first weights of a tile, and the scales of its rows; U = config.chunks
     product(y, rows, weights, shared, words, scales, share, eps)
         the tiles of `share`; the block also writes this share of h
@@ -244,17 +254,23 @@ def make_product(K: int, variant: Variant, config: Config):
     M = variant.parts
     WARPS = config.warps
     U = config.chunks
-    X_STEPS = 4 if variant.quantized else 2
+    X_STEPS = variant.steps
+    WORDS = variant.words
     SUMS = GROUPS * M
     SPAN = variant.tiles * TILE
-    CHUNKS = K // (CHUNK_QUANTIZED if variant.quantized else CHUNK)
+    CHUNKS = -(-K // chunk_columns(variant.quantized))
     STEPS = -(-CHUNKS // (WARPS * U))
     PAIRS = STEPS // 2
     ODD = STEPS % 2 == 1
     DIRECT = not STAGED and GROUPS == 1  # x is loaded together with w
     load_w, load_x, load_staged_x, load_groups, exists = make_operands(K, variant, config)
-    products = make_multiply(M, U, variant.quantized, GROUPS, load_groups, exists)
-    multiply_staged, multiply_groups, copy_words, copy_fx = products
+    if variant.four_bits:
+        nf4 = variant.quantized == "nf4"
+        products = make_multiply_four(M, U, nf4, GROUPS, load_groups, exists)
+    else:
+        products = make_multiply(M, U, variant.quantized != "", GROUPS, load_groups, exists)
+    multiply_staged, multiply_groups = products
+    copy_words, copy_fx = make_copies(M, U, WORDS, X_STEPS)
     store_sums = make_reduce(M, WARPS, GROUPS)[0]
     load_scales, finish = make_finish(K, variant, config)
     stage = make_stage(K, variant, config)
@@ -286,7 +302,7 @@ def make_product(K: int, variant: Variant, config: Config):
     def product(y, rows, weights, shared, words, scales, share, eps):
         """Multiply. An even number of steps restores the roles of both sets of registers."""
         tid = cuda.threadIdx.x
-        next_words = cuda.local.array((U, M, 2, 4), uint32)
+        next_words = cuda.local.array((U, M, 2, WORDS), uint32)
         fx = cuda.local.array((U, X_STEPS, 2), uint32)
         next_fx = cuda.local.array((U, X_STEPS, 2), uint32)
         s = cuda.local.array((SUMS, 4), float32)
@@ -355,6 +371,7 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
     ready = variant.ready
     U = config.chunks
     M = variant.parts
+    WORDS = variant.words
     SUMS = sums_size(variant, config)
     SQUARES = config.warps * MAX_ROWS
     # more groups need more registers (with 16 warps, 4 groups spill some 7)
@@ -362,18 +379,18 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
     load_first, product = make_product(K, variant, config)
 
     @kernel(32 * config.warps, BLOCKS)
-    def gemv_tensor_kernel(y, h, x, delta, w, norm_w, scale, b, N, F, eps):
+    def gemv_tensor_kernel(y, h, x, delta, w, norm_w, scale, groups, b, N, F, eps):
         """Compute tiles p, p + grid, ... with block p of any number. All arrays flat.
 
-        F: columns of y.  scale: of the rows of quantized weights.
+        F: columns of y.  scale, groups: of the rows of quantized weights.
         """
         sums = cuda.shared.array(SUMS, float32)
         squares_s = cuda.shared.array(SQUARES, float32)
         x_s = cuda.shared.array(0, uint16)
-        words = cuda.local.array((U, M, 2, 4), uint32)
+        words = cuda.local.array((U, M, 2, WORDS), uint32)
         scales = cuda.local.array(M, float32)
         rows = Rows(x, delta, h, norm_w, N)
-        weights = Weights(w, scale, b, F)
+        weights = Weights(w, scale, groups, b, F)
         shared = Shared(sums, squares_s, x_s)
         share = Share(int64(cuda.blockIdx.x), int64(cuda.gridDim.x))
         if overlap:
@@ -392,7 +409,7 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
 
 
 # -------------------------------------------------------------------------- the tuned configuration
-def choose(K: int, F: int, swiglu: bool, norm: bool, quantized: bool = False) -> Config:
+def choose(K: int, F: int, swiglu: bool, norm: bool, quantized: str = "") -> Config:
     """Return the configuration for weights of K columns and F columns of y. Measured on one H200
     with bench/tune_decode.py, in bf16.
 
@@ -400,7 +417,10 @@ def choose(K: int, F: int, swiglu: bool, norm: bool, quantized: bool = False) ->
     a wide tile is read by as many warps as a block may have. Large products (gate/up, lm_head) use
     small blocks: when one ends, the next kernel can start while its neighbours still run.
     """
-    chunks = K // (CHUNK_QUANTIZED if quantized else CHUNK)
+    chunks = -(-K // chunk_columns(quantized))
+    if quantized in FOUR_BITS:  # of 128 columns x and the codes as bf16 take many registers
+        warps = min(8, chunks)
+        return Config(warps, 1 if swiglu else min(2, -(-chunks // warps)), 2)
     tiles = -(-F // TILE)
     # a chunk of codes has as many bytes of w, but twice the columns of x, whose registers hold
     # fewer chunks then

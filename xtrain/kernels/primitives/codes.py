@@ -1,6 +1,6 @@
-"""Numbers of one byte, 16 to an access: loaded as words, unpacked where they are used.
+"""Numbers of one byte or of four bits: loaded as words, unpacked where they are used.
 
-quantize.py says what the bytes mean.
+quantize.py and four_bits.py say what the bits mean.
 
     load_codes16(words, x, i)          words[0:4] = x[i : i + 16]; i: a multiple of 16; also
                                        load_codes8: 2 words, load_codes4: 1 word
@@ -12,6 +12,9 @@ quantize.py says what the bytes mean.
     e4m3_codes4(a, b, c, d)            a word of the 4 codes nearest to float32, ties to even, a the
                                        lowest byte. Beyond the largest code: that one; NaN stays
                                        NaN. Compute capability 8.9; also e5m2_codes4
+    int4_to_bf16(pairs, word, zeros)   pairs[0:4] = the 8 codes of a word, 0 ... 15, less a zero
+                                       point; zeros: int4_zeros of it
+    nf4_to_bf16(pairs, word)           pairs[0:4] = the levels that the 8 codes of a word stand for
     transpose_codes(words)             words[0:4], 4 rows of 4 codes, become the 4 columns
     interleave_codes(words)            words[0:2], codes a b c d and A B C D, become a A b B and
                                        c C d D
@@ -37,6 +40,17 @@ instructions of which 64 to 128 run in a cycle:
                       of a sign bit: shifted by 4, sign and number are where they belong. For 4
                       codes 2 permutations, 2 shifts, 2 masks and 2 products
 
+    int4 -> bf16      0x430u is the bf16 128 + u. Pair j is (word >> 4 j) & 0x000F000F, the codes in
+                      nibbles j and j + 4, as one logical operation with 0x43004300; less 128 + z by
+                      a multiply-add. For 8 codes 3 shifts, 4 logical operations, 4 multiply-adds
+    nf4 -> bf16       the codes themselves select bytes: a permutation looks 4 codes up among 8, so
+                      two and a choice by the upper bit of each code among 16, for the upper and the
+                      lower bytes of the levels. The choice is by a mask of bits 0 to 6 of a byte: a
+                      permutation of bytes 0x80 gives 0x80, or with the upper bit copies of the sign,
+                      0xFF. So bit 7 must not differ between the two: NF4_LEVELS are in an order in
+                      which levels i and i + 8 have the same sign and the same lowest bit of the
+                      exponent. For 8 codes 14 permutations, 6 logical operations, 1 shift
+
 BF16_UNIT: no bf16 is 2^133, so codes_to_bf16 gives codes / 64; the scale of a row, times 64, makes
 up for it, exactly.
 """
@@ -52,6 +66,16 @@ E4M3 = ml_dtypes.float8_e4m3fn
 E5M2 = ml_dtypes.float8_e5m2
 NAN_CODE = 0x7F  # what a conversion of NaN gives, in both kinds
 BF16_UNIT = 64.0
+# QLoRA's levels, rounded to bf16, which changes them by less than 1/256: code -> level
+NF4_LEVELS = np.array(
+    [
+        [0.079580300, 0.44070983, 0.16093020, 0.56261700],
+        [-1.0, -0.28444138, -0.69619280, -0.18477343],
+        [0.33791524, 1.0, 0.24611230, 0.72295684],  # levels i and i + 8: see above
+        [-0.39491749, -0.091050036, -0.52507305, -0.0],
+    ],
+    ml_dtypes.bfloat16,
+).reshape(16)
 
 
 # ----------------------------------------------------------------------------- code generation
@@ -98,6 +122,41 @@ def _e4m3_pairs(code, word):
     for selector in (0x9180, 0xB3A2):  # from 8 on: copies of a sign bit
         bits = code.and_(code.shl(_permute(code, word, 0, selector), 4), 0x87F087F0)
         yield _fma_pairs(code, bits, 0x78807880, 0x80008000)  # 2^114, -0
+
+
+def _select(code, table, word):
+    """Return the bytes of a table of 16 for the lower 4 codes of a word; bit 7: see above."""
+    permute = lambda a, b, order: code.asm(
+        "prmt.b32 $0, $1, $2, $3;", uint32, [int(a), int(b), order], effect=False
+    )
+    words = table.view(np.uint32)
+    index = code.and_(word, 0x7777)
+    lower = permute(words[0], words[1], index)
+    upper = permute(words[2], words[3], index)
+    mask = permute(0x80808080, 0x80808080, word)
+    return code.or_(code.and_(upper, mask), code.and_(lower, code.xor(mask, 0xFFFFFFFF)))
+
+
+@intrinsic(word=uint32, zeros=uint32)
+def int4_to_bf16(code, pairs, word, zeros):
+    """Set pairs[0:4] to the 8 codes of a word less the zero point, in the order of columns."""
+    for_pair = []
+    for j in range(4):
+        bits = code.or_(code.and_(code.lshr(word, 4 * j), 0x000F000F), 0x43004300)
+        for_pair.append(_fma_pairs(code, bits, 0x3F803F80, zeros))
+    code.set_registers(pairs, for_pair)
+
+
+@intrinsic(word=uint32)
+def nf4_to_bf16(code, pairs, word):
+    """Set pairs[0:4] to the levels of the 8 codes of a word, in the order of columns."""
+    bytes_of = NF4_LEVELS.view(np.uint8).reshape(16, 2)
+    lower, upper = (np.ascontiguousarray(bytes_of[:, i]) for i in range(2))
+    for_pair = []
+    for half in (word, code.lshr(word, 16)):
+        both = _select(code, lower, half), _select(code, upper, half)
+        for_pair += [_permute(code, *both, order) for order in (0x5140, 0x7362)]
+    code.set_registers(pairs, for_pair)
 
 
 def _load_codes(name, count):
@@ -196,6 +255,11 @@ def code_values(codes: np.ndarray) -> np.ndarray:
     return codes.astype(np.float32)
 
 
+def nibbles(words: np.ndarray) -> np.ndarray:
+    """Return the 8 codes of each word, in the order of its bits: (..., 8) uint8."""
+    return (words[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).astype(np.uint8)
+
+
 def _check_multiple(site, i, count):
     if i % count:
         raise ValueError(
@@ -235,6 +299,23 @@ def _simulated_pairs(thread, site, pairs, word, x):
     values = (code_values(_codes([word], x)) / np.float32(BF16_UNIT)).astype(ml_dtypes.bfloat16)
     for j, pair in enumerate(values.view(np.uint32)):
         thread.store(pairs, j, pair, site)
+
+
+def _store_pairs(thread, site, pairs, values):
+    for j, pair in enumerate(values.astype(ml_dtypes.bfloat16).view(np.uint32)):
+        thread.store(pairs, j, pair, site)
+
+
+@simulates(int4_to_bf16)
+def _simulated_int4(thread, site, pairs, word, zeros):
+    zero = np.array([zeros], np.uint32).view(ml_dtypes.bfloat16).astype(np.float32)
+    codes = nibbles(np.array(word, np.uint32)).reshape(2, 4).T + np.float32(128)
+    _store_pairs(thread, site, pairs, (codes + zero).reshape(-1))
+
+
+@simulates(nf4_to_bf16)
+def _simulated_nf4(thread, site, pairs, word):
+    _store_pairs(thread, site, pairs, NF4_LEVELS[nibbles(np.array(word, np.uint32))])
 
 
 def _simulated_codes4(dtype):

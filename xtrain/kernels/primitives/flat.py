@@ -124,15 +124,16 @@ def blocks_for_rows(N: int, C: int) -> int:
 
 def on_16_bytes(*arrays: Array) -> bool:
     """Return True if the start address of every array is a multiple of 16."""
-    return all(_address(a) % 16 == 0 for a in arrays)
+    return all(address_of(a) % 16 == 0 for a in arrays)
 
 
 def same_place(a: Array, b: Array) -> bool:
     """Return True if a and b, which have the same shape, are views of the same elements."""
-    return _address(a) == _address(b) and a.strides == b.strides
+    return address_of(a) == address_of(b) and a.strides == b.strides
 
 
-def _address(a):
+def address_of(a: Array) -> int:
+    """Return the address of the first element."""
     return a.ctypes.data if hasattr(a, "ctypes") else a.data.ptr
 
 

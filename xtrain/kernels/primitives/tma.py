@@ -9,12 +9,14 @@ import ctypes
 import functools
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ...device import Array, cupy
 from ...simulator import SimArray, sim
+from ..runtime.launch import instead
+from .flat import address_of
 from .hopper import MAP_WORDS, PANEL_ROW
 from .hopper_simulated import simulated_map
 
@@ -54,9 +56,9 @@ def mappable(x_BTHD: Array) -> Array:
 
     A map needs an address and strides that are multiples of 16 bytes, and contiguous heads.
     """
-    address = 0 if isinstance(x_BTHD, SimArray) else x_BTHD.data.ptr
     steps = [s for s, n in zip(x_BTHD.strides, x_BTHD.shape) if n > 1]
-    aligned = address % 16 == 0 and all(s > 0 and s % 16 == 0 and s < 2**40 for s in steps[:-1])
+    aligned = isinstance(x_BTHD, SimArray) or address_of(x_BTHD) % 16 == 0
+    aligned = aligned and all(s > 0 and s % 16 == 0 and s < 2**40 for s in steps[:-1])
     if aligned and x_BTHD.strides[3] == x_BTHD.itemsize:
         return x_BTHD
     return x_BTHD.copy()
@@ -76,8 +78,20 @@ def tensor_maps(*boxes: tuple[Array, int]) -> Array:
         return np.array(words, np.uint64).reshape(-1).view(SimArray)
     if first.device.id < 0:  # not a real device: the memory plan counts bytes
         return cupy().empty(MAP_WORDS * len(boxes), np.uint64)
+    device = first.device.id
     specs = tuple(_spec(x, size) for x, size in boxes)
-    key = first.device.id, specs
+    if instead.derive is None:
+        return _maps(device, specs)
+    move = lambda addresses: _maps(
+        device, tuple(replace(s, address=a) for s, a in zip(specs, addresses))
+    )
+    n = MAP_WORDS * len(boxes)
+    return instead.derive(move, [s.address for s in specs], n, np.dtype(np.uint64))
+
+
+def _maps(device, specs):
+    """Return the array of these maps, which is made once."""
+    key = device, specs
     capturing = cupy().cuda.get_current_stream().is_capturing()
     with _lock:
         maps = _captured.get(key)
@@ -113,10 +127,7 @@ def _spec(x, size) -> TensorMapSpec:
     Strides increase from one axis to the next, as the driver's manual requires: columns, heads,
     rows, sequences.
     """
-    if isinstance(x, SimArray):
-        address = x.__array_interface__["data"][0]
-    else:
-        address = x.data.ptr
+    address = address_of(x)
     if x.ndim == 2:
         return TensorMapSpec(address, x.shape[::-1], x.strides[:1], (size, 1), x.itemsize)
     B, T, H, D = x.shape
@@ -182,8 +193,15 @@ def tile_counter(maps: Array, name: str) -> Array:
         return sim(np.zeros(2, np.int32))
     if maps.device.id < 0:
         return cupy().zeros(2, np.int32)
+    device = maps.device.id
+    if instead.derive is None:
+        return _counter(device, name)
+    return instead.derive(lambda _: _counter(device, name), [], 2, np.dtype(np.int32))
+
+
+def _counter(device, name):
     stream = cupy().cuda.get_current_stream()
-    key = maps.device.id, stream.ptr, name
+    key = device, stream.ptr, name
     if key not in _counters:
         _counters.setdefault(key, upload(bytes(8)).view(np.int32))
     return _counters[key]

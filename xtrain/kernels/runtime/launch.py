@@ -41,7 +41,8 @@ from .compile import (
 )
 from .compiler import COMPILER, from_dtype, types
 from .cost import Cost, kernel_cost
-from .overlap import launch_overlapping, launch_resident
+from .invariance import is_batch_invariant
+from .overlap import launch_overlapping, launch_resident, overlapping
 
 # dtypes that the memory-bound kernels read and write; they compute in float32
 FLOATS = ("float32", "bfloat16")
@@ -79,17 +80,27 @@ def empty(like: Array, shape, dtype=None) -> Array:
     return _allocate(like, shape, like.dtype if dtype is None else np.dtype(dtype))
 
 
-class _Memory(threading.local):
-    allocate: "Callable[[Any, np.dtype], Array] | None" = None  # instead of CuPy, in this thread
+class _Instead(threading.local):
+    """What this thread calls instead.
+
+    allocate(shape, dtype): of CuPy's empty.
+    launch(kernel, grid, block, args, shared, overlap, resident): of launching.
+    derive(make, addresses, n, dtype): of make(addresses), an array of n elements that depends on
+        addresses of arrays and on the stream.
+    """
+
+    allocate: "Callable[[Any, np.dtype], Array] | None" = None
+    launch: "Callable[..., None] | None" = None
+    derive: "Callable[[Callable, list[int], int, np.dtype], Array] | None" = None
 
 
-memory = _Memory()
+instead = _Instead()
 
 
 def _allocate(like, shape, dtype):
     if not isinstance(like, SimArray):
-        if memory.allocate is not None:
-            return memory.allocate(shape, dtype)
+        if instead.allocate is not None:
+            return instead.allocate(shape, dtype)
         return array_module(like).empty(shape, dtype)
     new = np.empty(shape, dtype).view(SimArray)
     if dtype.kind in "fV":
@@ -107,9 +118,9 @@ def empty_like(x: Array) -> Array:
 def zeros(like: Array, shape, dtype=None) -> Array:
     """Return an array of zeros on the device of `like`, with its dtype by default."""
     dtype = like.dtype if dtype is None else np.dtype(dtype)
-    if memory.allocate is not None and not isinstance(like, np.ndarray):
-        new = memory.allocate(shape, dtype)
-        new.data.memset_async(0, new.nbytes)
+    if instead.allocate is not None and not isinstance(like, np.ndarray):
+        new = instead.allocate(shape, dtype)
+        new.fill(0)
         return new
     new = array_module(like).zeros(shape, dtype)
     return new.view(SimArray) if isinstance(like, SimArray) else new
@@ -326,6 +337,9 @@ def launch(
     block = _dim3(block)
     if 0 in grid:
         return
+    if instead.launch is not None:
+        instead.launch(kernel, grid, block, converted, shared, overlap, resident)
+        return
     if resident and _notes.specializations is None:
         limit = resident_blocks(kernel, math.prod(block), *args, shared=shared)
         blocks = math.prod(grid)
@@ -396,21 +410,33 @@ _parameter_buffer_lock = threading.Lock()
 _plans: dict = {}  # (kernel, device, dtype and layout of every argument) -> _LaunchPlan
 
 
-class _LaunchPlan:
-    """A compiled kernel, and the buffer from which the driver reads its parameters: 8 bytes each.
+class _Parameters:
+    """The buffer from which the driver reads a kernel's parameters, 8 bytes each.
 
-    A launch packs the values into the buffer; the table of pointers to them never changes.
+    The table of pointers to them never changes.
     """
+
+    def __init__(self, layout: str):
+        self.struct = struct.Struct("<" + layout)
+        n = self.struct.size // 8
+        self.words = (ctypes.c_uint64 * max(n, 1))()
+        base = ctypes.addressof(self.words)
+        self.table = (ctypes.c_void_p * max(n, 1))(*(base + 8 * i for i in range(n)))
+        self.pointers = ctypes.addressof(self.table)
+
+    def pack(self, values: Sequence) -> None:
+        """Write all values."""
+        self.struct.pack_into(self.words, 0, *values)
+
+
+class _LaunchPlan:
+    """A compiled kernel and its parameters, which every launch packs."""
 
     def __init__(self, s: Specialization, code: MachineCode | None = None):
         self.function, self.module = load_function(s.kernel, s.types, s.shared, code)
         self.shared = s.shared
-        self.struct = struct.Struct("<" + s.layout)
-        self.buffer = ctypes.create_string_buffer(max(self.struct.size, 8))
-        base = ctypes.addressof(self.buffer)
-        n = self.struct.size // 8
-        self.table = (ctypes.c_void_p * max(n, 1))(*(base + 8 * i for i in range(n)))
-        self.pointers = ctypes.addressof(self.table)
+        self.layout = s.layout
+        self.parameters = _Parameters(s.layout)
 
 
 def _specialization(kernel, args, shared) -> Specialization:
@@ -460,15 +486,14 @@ def _launch_gpu(kernel, grid, block, args, shared, overlap, resident=False):
     stream = gpu.get_current_stream().ptr
     try:
         with _parameter_buffer_lock:  # all threads share the buffer
-            plan.struct.pack_into(plan.buffer, 0, *values)
+            plan.parameters.pack(values)
+            pointers = plan.parameters.pointers
             if resident:
-                launch_resident(plan.function, grid, block, shared, stream, plan.pointers)
+                launch_resident(plan.function, grid, block, shared, stream, pointers)
             elif overlap:
-                launch_overlapping(plan.function, grid, block, shared, stream, plan.pointers)
+                launch_overlapping(plan.function, grid, block, shared, stream, pointers)
             else:
-                gpu.driver.launchKernel(
-                    plan.function, *grid, *block, shared, stream, plan.pointers, 0
-                )
+                gpu.driver.launchKernel(plan.function, *grid, *block, shared, stream, pointers, 0)
     except gpu.driver.CUDADriverError as error:
         raise RuntimeError(
             f"the driver rejected the launch of {kernel.py_func.__name__}: {error}"
@@ -478,6 +503,58 @@ def _launch_gpu(kernel, grid, block, args, shared, overlap, resident=False):
             gpu.Device().synchronize()
         except Exception as error:
             raise RuntimeError(f"{kernel.py_func.__name__} failed on the GPU: {error}") from error
+
+
+class PreparedLaunch:
+    """A launch that is repeated: its parameters are packed, and its arrays may move.
+
+    args: as kernel_arguments returns them. Two threads must not use it at a time.
+    words: the parameters, 8 bytes each. addresses: which words are addresses of arrays.
+    start(stream) launches the kernel with what the words are then.
+    """
+
+    def __init__(
+        self, kernel, grid: tuple, block: tuple, args: Sequence, shared: int, overlap: bool
+    ):
+        plan, values = _prepare(kernel, args, shared)
+        self.name = kernel.py_func.__name__
+        self.parameters = _Parameters(plan.layout)
+        self.parameters.pack(values)
+        self.words = self.parameters.words
+        self.addresses = _address_words(args)
+        function = plan.function
+        pointers = self.parameters.pointers
+        if overlap:
+            self.start = overlapping(function, grid, block, shared, pointers)
+        else:
+            launch_kernel = cupy().cuda.driver.launchKernel
+            self.start = lambda stream: launch_kernel(
+                function, *grid, *block, shared, stream, pointers, 0
+            )
+
+
+def _address_words(args) -> list[int]:
+    """Return which of the parameters' words are addresses of arrays: see _prepare."""
+    words: list[int] = []
+    first = 0
+    for a in args:
+        if isinstance(a, np.generic):
+            first += 1
+            continue
+        words += (first + 4,) if COMPILER == "numba" else (first, first + 1)
+        first += _ARRAY_VALUES + 2 * a.ndim
+    return words
+
+
+def unobserved() -> bool:
+    """Return True if launches may be repeated without `launch`: none is observed or noted, or
+    followed by a synchronization."""
+    return not (launch_observers or _debug or _notes.specializations is not None)
+
+
+def mode() -> tuple[bool, bool]:
+    """Return what a launcher decides by, besides its arguments and the GPU."""
+    return _overlap, is_batch_invariant()
 
 
 _STRUCT_FORMATS = dict(zip("fd?iIlqLQ", ("f4x", "d", "?7x", "i4x", "I4x", "q", "q", "Q", "Q")))

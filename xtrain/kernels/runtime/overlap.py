@@ -12,6 +12,7 @@ API", CUlaunchConfig).
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from ...device import cupy
@@ -65,14 +66,31 @@ def launch_resident(
     _launch(driver, waiting, function, grid, block, shared, stream, parameters)
 
 
+def overlapping(
+    function: int, grid: tuple, block: tuple, shared: int, parameters: int
+) -> Callable[[int], None]:
+    """Return start(stream), which does launch_overlapping: for a launch that is repeated."""
+    driver, attribute, _ = _driver()
+    config = _config(driver, attribute, grid, block, shared)
+    return lambda stream: _start(driver, config, function, stream, parameters)
+
+
 def _launch(driver, attribute, function, grid, block, shared, stream, parameters):
+    _start(driver, _config(driver, attribute, grid, block, shared), function, stream, parameters)
+
+
+def _config(driver, attribute, grid, block, shared):
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block
     config.sharedMemBytes = shared
-    config.hStream = stream
     config.numAttrs = 1
     config.attrs = [attribute]
+    return config
+
+
+def _start(driver, config, function, stream, parameters):
+    config.hStream = stream
     (status,) = driver.cuLaunchKernelEx(config, function, parameters, 0)
     if status:
         raise cupy().cuda.driver.CUDADriverError(int(status))

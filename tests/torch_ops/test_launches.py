@@ -1,0 +1,307 @@
+"""Repeated launches (xtrain/torch/launches.py), with a driver that runs packed parameters in the simulator."""
+
+import contextlib
+import ctypes
+import threading
+import time
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch_cases import CASES, random, with_gradients
+
+import xtrain.torch as xt
+from xtrain import device, simulator
+from xtrain.kernels.primitives import tma as _tma
+from xtrain.kernels.primitives.hopper_simulated import simulated_map
+from xtrain.kernels.runtime import launch as _launch
+from xtrain.kernels.runtime import overlap as _overlap
+from xtrain.kernels.runtime.compiler import COMPILER, cuda, float32, types
+from xtrain.kernels.runtime.invariance import batch_invariant
+from xtrain.kernels.runtime.launch import empty_like, launch, zeros
+from xtrain.simulator import SimArray
+from xtrain.torch import launches as _launches
+
+STREAM = 7
+
+
+@cuda.jit
+def add_one_kernel(y, x):
+    y[cuda.threadIdx.x] = x[cuda.threadIdx.x] + float32(1.0)
+
+
+# of torch_cases; the others copy, call cuBLAS or use tensor maps
+REPEATED = [
+    "rmsnorm",
+    "residual_rmsnorm",
+    "swiglu",
+    "swiglu_packed",
+    "rope",
+    "rope_positions",
+    "norm_rope",
+    "embedding",
+    "cross_entropy",
+    "softmax",
+]
+FIRST = 5 if COMPILER == "numba" else 3  # word of an array's shape
+
+
+class Driver:
+    """cuLaunchKernel and memset for memory of the CPU; a handle is the index of a kernel and its types."""
+
+    def __init__(self):
+        self.kernels = []
+        self.started = []
+        self.idle = False  # starts nothing
+        self.delay = 0.0  # seconds before the parameters are read
+
+    def load_function(self, kernel, signature, shared, code=None):
+        self.kernels.append((kernel, signature))
+        return len(self.kernels) - 1, None
+
+    def launch(self, handle, gx, gy, gz, bx, by, bz, shared, stream, pointers, extra):
+        assert stream == STREAM
+        kernel, signature = self.kernels[handle]
+        self.started.append(kernel.py_func.__name__)
+        words = iter((ctypes.c_void_p * 200).from_address(pointers))
+        if self.idle:
+            return
+        time.sleep(self.delay)  # other threads run, as CuPy lets them
+        args = [self.argument(kind, words) for kind in signature]
+        simulator.run(kernel, (gx, gy, gz), (bx, by, bz), *args, shared=shared)
+
+    def launch_with(self, config, handle, pointers, extra):
+        sizes = [
+            getattr(config, f"{what}Dim{axis}") for what in ("grid", "block") for axis in "XYZ"
+        ]
+        self.launch(handle, *sizes, config.sharedMemBytes, config.hStream, pointers, extra)
+        return (0,)
+
+    def memset(self, address, value, nbytes, stream):
+        assert stream == STREAM
+        ctypes.memset(address, value, nbytes)
+
+    def memcpy(self, target, source, nbytes, kind, stream):
+        assert (kind, stream) == (3, STREAM)
+        ctypes.memmove(target, source, nbytes)
+
+    def argument(self, kind, words):
+        """Read one argument from the parameters."""
+        from numba.np.numpy_support import as_dtype
+
+        if not isinstance(kind, types.Array):
+            dtype = as_dtype(kind)
+            return dtype.type(
+                np.frombuffer(ctypes.string_at(next(words), dtype.itemsize), dtype)[0]
+            )
+        read = lambda n: [ctypes.c_int64.from_address(next(words)).value for _ in range(n)]
+        head = read(FIRST)
+        address = head[4] if COMPILER == "numba" else head[1]
+        shape = read(kind.ndim)
+        strides = read(kind.ndim)
+        dtype = np.dtype(as_dtype(kind.dtype))
+        if COMPILER != "numba":
+            strides = [n * dtype.itemsize for n in strides]
+        if dtype == np.uint16:
+            dtype = np.dtype(ml_dtypes.bfloat16)
+        nbytes = (
+            dtype.itemsize + sum((n - 1) * s for n, s in zip(shape, strides)) if all(shape) else 0
+        )
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        return np.ndarray(shape, dtype, memory, 0, strides).view(SimArray)
+
+
+def encode(spec):
+    """The 128 bytes of a tensor map in the simulator."""
+    words = simulated_map(spec.address, spec.dims, spec.strides, spec.box)
+    return np.array(words, np.uint64).tobytes()
+
+
+class Uploaded:
+    """An array with these bytes."""
+
+    def __init__(self, content):
+        self.memory = np.frombuffer(bytearray(content), np.uint8)
+        self.data = SimpleNamespace(ptr=self.memory.ctypes.data)
+
+    def view(self, dtype):
+        return self
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Tensors of the CPU count as those of GPU 0, an H200, of which nothing but the driver exists."""
+    driver = Driver()
+    card = SimpleNamespace(id=0, compute_capability="90")
+    card.attributes = dict(
+        MultiProcessorCount=132, L2CacheSize=60 << 20, MaxSharedMemoryPerBlockOptin=227 << 10,
+        MaxSharedMemoryPerMultiprocessor=228 << 10,
+    )  # fmt: skip
+    runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=driver.memset)
+    runtime.memcpyAsync = driver.memcpy
+    runtime.memcpyDeviceToDevice = 3
+    cuda = SimpleNamespace(
+        Device=lambda _: card,
+        driver=SimpleNamespace(launchKernel=driver.launch),
+        runtime=runtime,
+        get_current_stream=lambda: SimpleNamespace(ptr=STREAM, is_capturing=lambda: False),
+    )
+    monkeypatch.setattr(_launch, "load_function", driver.load_function)
+    monkeypatch.setattr(_launch, "_plans", {})
+    bindings = SimpleNamespace(CUlaunchConfig=SimpleNamespace, cuLaunchKernelEx=driver.launch_with)
+    monkeypatch.setattr(_overlap, "_driver", lambda: (bindings, "overlapping", "waiting"))
+    for name in ("_captured", "_evictable", "_counters"):
+        monkeypatch.setattr(_tma, name, {})
+    monkeypatch.setattr(_tma, "_encode", encode)
+    monkeypatch.setattr(_tma, "upload", Uploaded)
+    monkeypatch.setattr(_launches, "on_stream", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(_launches, "current_device", lambda: 0)
+    monkeypatch.setattr(_launches, "current_stream", lambda index: STREAM)
+    monkeypatch.setattr(_launches, "cuda_device", lambda index: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
+    with device.use_array_module(SimpleNamespace(cuda=cuda)):
+        yield driver
+
+
+def check_repetition(driver, monkeypatch, op, make):
+    """The launches recorded for some inputs give the launcher's bits for others, at other addresses."""
+    monkeypatch.setattr(_launches, "run_launcher", None)  # nothing goes the usual way
+    recorded = make()
+    driver.idle = True
+    with_gradients(op, recorded)
+    started = list(driver.started)
+    compiled = len(driver.kernels)
+    for x in recorded:
+        if isinstance(x, torch.Tensor):
+            x.data.zero_()
+    driver.idle = False
+    driver.started.clear()
+    inputs = make()
+    found = with_gradients(op, inputs)
+    assert driver.started == started and started and len(driver.kernels) == compiled
+    monkeypatch.undo()
+    with xt.simulated():
+        expected = with_gradients(op, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name, dtype", [(n, dtype) for n in REPEATED for dtype in CASES[n].dtypes])
+def test_the_bits_of_the_launcher(name, dtype, driver, monkeypatch):
+    case = CASES[name]
+    check_repetition(driver, monkeypatch, case.op, lambda: case.make(4, dtype))
+
+
+def test_attention_with_tensor_maps(driver, monkeypatch):
+    """Maps are made for each set of addresses, a counter once."""
+    shapes = (1, 2, 2, 64), (1, 2, 1, 64), (1, 2, 1, 64)
+    make = lambda: [random(i, *shape).bfloat16().requires_grad_() for i, shape in enumerate(shapes)]
+    check_repetition(driver, monkeypatch, xt.attention, make)
+
+
+def test_another_layout_is_recorded_anew(driver, monkeypatch):
+    """Other strides, alignment, scalars and modes give other launches; the same tensor twice is not recorded."""
+    recorded = []
+    usual = []
+
+    def launcher(x, y, factor):
+        recorded.append((x.strides, x.ctypes.data % 16, factor, _launch.mode()))
+        return empty_like(y)
+
+    monkeypatch.setattr(_launches, "run_launcher", lambda *_: usual.append(1))
+    run = _launches.Repeatable(launcher, frozenset([0]))
+    x, y, flat = torch.ones(8, 8), torch.ones(8, 8), torch.ones(80)
+    for arguments in (
+        (x, y, 2.0),
+        (x + 1, y, 2.0),
+        (x, y, 3.0),
+        (x.t(), y, 3.0),
+        (flat[1:65].view(8, 8), y, 3.0),
+    ):
+        run(arguments)
+    plain = (True, False)
+    dense = (32, 4)
+    expected = [
+        (dense, 0, 2.0, plain),
+        (dense, 0, 3.0, plain),
+        ((4, 32), 0, 3.0, plain),
+        (dense, 4, 3.0, plain),
+    ]
+    assert recorded == expected
+    with batch_invariant():
+        run((x, y, 2.0))
+    assert recorded == [*expected, (dense, 0, 2.0, (True, True))] and not usual
+    run((y, y, 2.0))
+    with _launch.observe_launches(lambda event, start: start()):
+        run((x, y, 2.0))
+    monkeypatch.setattr(_launches, "current_device", lambda: 1)
+    run((x, y, 2.0))
+    assert len(usual) == 3
+
+
+def test_parts_of_arrays(driver):
+    def launcher(x):
+        y = zeros(x, (2, 16))
+        launch(add_one_kernel, 1, 8, y[1:].reshape(-1)[8:], x[4:12])
+        return y.reshape(32)
+
+    run = _launches.Repeatable(launcher, frozenset())
+    run([torch.zeros(16)])
+    x = torch.arange(16.0)
+    (y,) = run([x])
+    assert torch.equal(y, torch.cat((torch.zeros(24), x[4:12] + 1)))
+
+
+def test_threads_do_not_share_parameters(driver):
+    def launcher(x):
+        y = empty_like(x)
+        launch(add_one_kernel, 1, 8, y, x)
+        return y
+
+    run = _launches.Repeatable(launcher, frozenset())
+    run([torch.zeros(8)])
+    driver.delay = 1e-2
+    found = {}
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: run([torch.full((8,), float(i))])[0]}))
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (
+        all(torch.equal(y, torch.full((8,), i + 1.0)) for i, y in found.items()) and len(found) == 4
+    )
+
+
+def test_what_cannot_be_recorded_runs_as_usual(driver, monkeypatch):
+    """Copies, products, tensor maps, values, arrays of the launcher's own: nothing has started, and the launcher is called."""
+    usual = []
+    monkeypatch.setattr(
+        _launches, "run_launcher", lambda launcher, given: usual.append(launcher) or [given[0]]
+    )
+    own = np.zeros(4, np.float32)
+    x = torch.ones(4, 8)
+    for launcher in (
+        lambda x: x.copy(),
+        lambda x: empty_like(x)[:, 1:].__setitem__(..., x[:, 1:]),
+        lambda x: x.data.ptr,
+        lambda x: x if x.reshape(-1)[0] > 0 else empty_like(x),
+        lambda x: empty_like(x) if x else x,
+        lambda x: x,
+        lambda x: empty_like(x)[1:],
+        lambda x: (y := empty_like(x), y),
+        lambda x: np.asarray(x),
+        lambda x: launch(add_one_kernel, 1, 32, empty_like(x), own),
+        lambda x: launch(add_one_kernel, 1, 32, empty_like(x), x, resident=True),
+    ):
+        run = _launches.Repeatable(launcher, frozenset())
+        run([x])
+        run([x])
+        assert usual == [launcher, launcher]
+        usual.clear()
+    assert not driver.started
+    assert _launch.instead.launch is None

@@ -1,0 +1,396 @@
+"""The launches of an op, recorded once and repeated with new addresses.
+
+A launcher in xtrain/kernels chooses its kernels, grids and scalars by shapes, strides, dtypes and
+alignment; it does not read values. So what it does for inputs that agree in these is a list, which
+is recorded once: memory to allocate, to clear, to copy, kernels with their packed parameters. To
+repeat it, the addresses of this call's tensors are written into the parameters. That takes a
+quarter of the launcher's time on the host, and the GPU does the same.
+
+The list is recorded by running the launcher with placeholders, arrays that have a layout and no
+memory. A launcher that does anything else with an array than look at its layout, allocate with
+`empty` and `zeros`, and launch (a product by cuBLAS, a decision by values) fails there with an
+error before anything has run, and is called as usual from then on. Tensor maps, which contain
+addresses, are made once for each set of addresses.
+"""
+
+import copy
+import math
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..device import cupy
+from ..kernels.runtime import launch
+from .arrays import TORCH_DTYPES, as_list, cuda_device, numpy_dtype, on_stream, run_launcher
+
+ALIGNMENT = 16  # bytes: what a launcher may ask of an address
+SHIFT = 44  # the placeholder of array n has the address (n + 1) << SHIFT
+BLOCK = 512  # bytes: what torch rounds allocations up to
+MAX_KNOWN = 1 << 12  # signatures of an op
+
+
+class Placeholder:
+    """An array in place of the n-th tensor of a recording: a layout, and no memory."""
+
+    __array__ = None  # NumPy must not wrap it
+    __iter__ = None
+    __eq__ = None  # type: ignore[assignment]
+
+    def __init__(self, recording: "Recording", address: int, shape: tuple, dtype, strides=None):
+        self.recording = recording
+        self.address = address
+        self.shape = shape
+        self.dtype = dtype
+        dense = tuple(dtype.itemsize * n for n in _dense(shape))
+        self.strides = dense if strides is None else strides
+        self.ndim = len(shape)
+        self.size = math.prod(shape)
+        self.itemsize = dtype.itemsize
+        self.nbytes = self.size * self.itemsize
+        steps = zip(self.strides, dense, shape)
+        self._c_contiguous = not self.size or all(s == d for s, d, n in steps if n > 1)
+        self.flags = SimpleNamespace(c_contiguous=self._c_contiguous)
+        self.device = recording.device
+        self.ctypes = SimpleNamespace(data=address)  # for primitives.flat.on_16_bytes
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __bool__(self) -> bool:
+        raise TypeError("a placeholder has no value")
+
+    def reshape(self, *shape: Any) -> "Placeholder":
+        """Return the same contiguous elements in another shape."""
+        if len(shape) == 1 and not isinstance(shape[0], int):
+            shape = tuple(shape[0])
+        if -1 in shape:
+            others = -math.prod(shape)
+            shape = tuple(self.size // others if n == -1 else n for n in shape)
+        if not self._c_contiguous or math.prod(shape) != self.size:
+            raise TypeError("reshape would copy")
+        return Placeholder(self.recording, self.address, shape, self.dtype)
+
+    def __getitem__(self, where: Any) -> "Placeholder":
+        """Return a part of the elements: slices with step 1, one per axis from the first."""
+        address = self.address
+        shape = list(self.shape)
+        for axis, part in enumerate(where if isinstance(where, tuple) else (where,)):
+            if not isinstance(part, slice):
+                raise TypeError("only slices can be recorded")
+            first, end, step = part.indices(shape[axis])
+            if step != 1:
+                raise TypeError("only slices with step 1 can be recorded")
+            shape[axis] = max(end - first, 0)
+            address += first * self.strides[axis]
+        return Placeholder(self.recording, address, tuple(shape), self.dtype, self.strides)
+
+    def __setitem__(self, where: Any, value: "Placeholder") -> None:
+        """Record that all elements are copied from another array."""
+        same = where is ... and self.dtype == value.dtype and self.shape == value.shape
+        if not (same and self._c_contiguous and value._c_contiguous):
+            raise TypeError("only copies of whole contiguous arrays can be recorded")
+        self.recording.steps.append(_Copy(self, value))
+
+    def fill(self, value: int) -> None:
+        """Record that all bytes become zero."""
+        if value != 0 or not self._c_contiguous:
+            raise TypeError("only zeros can be recorded")
+        self.recording.steps.append(_Clear(self))
+
+
+def _dense(shape):
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _split(address: int) -> tuple[int, int]:
+    """Return which array a placeholder's address belongs to, and the bytes from its beginning."""
+    return (address >> SHIFT) - 1, address & (1 << SHIFT) - 1
+
+
+class _Clear:
+    """Set an array to zero."""
+
+    def __init__(self, array: Placeholder):
+        self.name = "memset"
+        self.place, self.offset = _split(array.address)
+        self.nbytes = array.nbytes
+        self.memset = cupy().cuda.runtime.memsetAsync
+
+    def __call__(self, addresses: list[int], stream: int) -> None:
+        if self.nbytes:
+            self.memset(addresses[self.place] + self.offset, 0, self.nbytes, stream)
+
+
+class _Copy:
+    """Set an array to another."""
+
+    def __init__(self, array: Placeholder, source: Placeholder):
+        self.name = "memcpy"
+        self.place, self.offset = _split(array.address)
+        self.source, self.source_offset = _split(source.address)
+        self.nbytes = array.nbytes
+        runtime = cupy().cuda.runtime
+        self.memcpy = runtime.memcpyAsync
+        self.kind = runtime.memcpyDeviceToDevice
+
+    def __call__(self, addresses: list[int], stream: int) -> None:
+        if self.nbytes:
+            source = addresses[self.source] + self.source_offset
+            target = addresses[self.place] + self.offset
+            self.memcpy(target, source, self.nbytes, self.kind, stream)
+
+
+class _Launch:
+    """Launch a kernel."""
+
+    def __init__(self, kernel, grid, block, args, shared, overlap):
+        prepared = launch.PreparedLaunch(
+            kernel, grid, block, [_located(a) for a in args], shared, overlap
+        )
+        self.name = prepared.name
+        self.prepared = prepared  # owns the memory of the parameters
+        self.words = prepared.words
+        self.start = prepared.start
+        self.moving = [(i, *_split(self.words[i])) for i in prepared.addresses]
+
+    def __call__(self, addresses: list[int], stream: int) -> None:
+        words = self.words
+        for i, place, offset in self.moving:
+            words[i] = addresses[place] + offset
+        self.start(stream)
+
+
+def _located(a):
+    """Return a placeholder with what PreparedLaunch reads of an array of CuPy; a scalar as it is."""
+    if isinstance(a, np.generic):
+        return a
+    if not isinstance(a, Placeholder):
+        raise TypeError(f"a kernel reads an array that is not the op's own: {type(a).__name__}")
+    located = copy.copy(a)
+    located.data = SimpleNamespace(ptr=a.address)
+    return located
+
+
+class _Block:
+    """Memory that is allocated in every repetition."""
+
+    def __init__(self, shape: tuple, dtype: np.dtype):
+        self.shape = shape
+        self.dtype = dtype
+
+
+class _Derived:
+    """An array that depends on addresses and the stream, as tensor maps do. It is made once."""
+
+    def __init__(self, make: Callable, addresses: list[int]):
+        self.make = make
+        self.sources = [_split(a) for a in addresses]
+        self.kept: dict[tuple, Any] = {}
+
+    def address(self, addresses: list[int], stream: int, index: int, capturing: bool) -> int:
+        """Return its address. A graph must be known to whatever keeps the array."""
+        key = (stream, *[addresses[place] + offset for place, offset in self.sources])
+        array = self.kept.get(key)
+        if array is None or capturing:
+            with on_stream(index, stream, capturing):
+                array = self.make(key[1:])
+            if len(self.kept) >= MAX_KNOWN:
+                self.kept.clear()
+            self.kept[key] = array
+        return array.data.ptr
+
+
+class Recording:
+    """What a launcher does with placeholders, on the GPU with this index."""
+
+    def __init__(self, index: int):
+        self.device = cupy().cuda.Device(index)
+        self.count = 0  # of arrays
+        self.made: dict[int, _Block | _Derived] = {}  # array -> where it comes from, but for inputs
+        self.steps: list[_Clear | _Copy | _Launch] = []
+
+    def input(self, x: torch.Tensor) -> Placeholder:
+        """Return the placeholder of the next argument."""
+        dtype = numpy_dtype(x.dtype)
+        strides = tuple(dtype.itemsize * n for n in x.stride())
+        return self._next(x.data_ptr() % ALIGNMENT, tuple(x.shape), dtype, strides)
+
+    def allocate(self, shape: Any, dtype: np.dtype) -> Placeholder:
+        """Record that memory is allocated."""
+        shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+        self.made[self.count] = _Block(shape, dtype)
+        return self._next(0, shape, dtype)
+
+    def derive(self, make: Callable, addresses: list[int], n: int, dtype: np.dtype) -> Placeholder:
+        """Record that make(addresses) is a kernel's argument."""
+        self.made[self.count] = _Derived(make, addresses)
+        return self._next(0, (n,), dtype)
+
+    def launch(self, kernel, grid, block, args, shared, overlap, resident) -> None:
+        """Record a launch."""
+        if resident:
+            raise TypeError("launches of resident blocks are not repeated")
+        self.steps.append(_Launch(kernel, grid, block, args, shared, overlap))
+
+    def _next(self, residue, *layout):
+        self.count += 1
+        return Placeholder(self, (self.count << SHIFT) + residue, *layout)
+
+
+class Launches:
+    """Everything that an op does for inputs with one layout."""
+
+    def __init__(self, recording: Recording, results: list):
+        self.lock = threading.Lock()  # of the parameters
+        self.steps = recording.steps
+        self.device = cuda_device(recording.device.id)
+        self.index = recording.device.id
+        inputs = recording.count - len(recording.made)
+        self.results: list[int] = []  # in made
+        for a in results:
+            place, offset = _split(a.address)
+            block = recording.made.get(place)
+            if not isinstance(block, _Block) or place - inputs in self.results:
+                raise TypeError("a result is an argument, or returned twice")
+            if offset or a.size != math.prod(block.shape) or a.dtype != block.dtype:
+                raise TypeError("a result is a part of an array")
+            block.shape = a.shape
+            self.results.append(place - inputs)
+        self.made: list[Any] = []  # in order: (shape, strides, dtype), offset in scratch, _Derived
+        self.scratch = 0  # bytes
+        for i, made in enumerate(recording.made.values()):
+            if isinstance(made, _Derived):
+                self.made.append(made)
+            elif i in self.results:
+                self.made.append((made.shape, _dense(made.shape), TORCH_DTYPES[made.dtype]))
+            else:
+                self.made.append(self.scratch)
+                nbytes = math.prod(made.shape) * made.dtype.itemsize
+                self.scratch += -(-nbytes // BLOCK) * BLOCK
+        self.derives = any(isinstance(made, _Derived) for made in self.made)
+
+    def repeat(self, addresses: list[int], stream: int) -> list[torch.Tensor]:
+        """Do it for inputs at these addresses, and return the results."""
+        device = self.device
+        capturing = self.derives and torch.cuda.is_current_stream_capturing()
+        first = 0
+        if self.scratch:
+            scratch = torch.empty_strided((self.scratch,), (1,), dtype=torch.uint8, device=device)
+            first = scratch.data_ptr()
+        blocks: list[Any] = []
+        for made in self.made:
+            block = None
+            if type(made) is tuple:
+                shape, strides, dtype = made
+                block = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+                address = block.data_ptr()
+            elif type(made) is int:
+                address = first + made
+            else:
+                address = made.address(addresses, stream, self.index, capturing)
+            blocks.append(block)
+            addresses.append(address)
+        with self.lock:
+            for step in self.steps:
+                try:
+                    step(addresses, stream)
+                except Exception as error:
+                    raise RuntimeError(
+                        f"the driver rejected the launch of {step.name}: {error}"
+                    ) from error
+        return [blocks[i] for i in self.results]
+
+
+def record(launcher: Callable, arguments: Sequence[Any], index: int) -> Launches | None:
+    """Record what a launcher does with arguments of this layout on a GPU, without doing it.
+
+    None if it cannot be recorded: run_launcher does the work then, or says what is wrong.
+    """
+    instead = launch.instead
+    before = instead.allocate, instead.launch, instead.derive
+    try:
+        recording = Recording(index)
+        given = [recording.input(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+        instead.allocate = recording.allocate
+        instead.launch = recording.launch
+        instead.derive = recording.derive
+        return Launches(recording, as_list(launcher(*given)))
+    except Exception:
+        return None
+    finally:
+        instead.allocate, instead.launch, instead.derive = before
+
+
+class Repeatable:
+    """A launcher of an op that changes none of its arguments and has no lists of tensors.
+
+    strided: indices of the arguments that the launcher takes as they are; of others it gets
+    contiguous, aligned copies.
+    """
+
+    def __init__(self, launcher: Callable, strided: frozenset[int]):
+        self.launcher = launcher
+        self.strided = strided
+        self.known: dict[tuple, Launches | None] = {}
+
+    def __call__(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the launcher's results for tensors in place of arrays."""
+        given = list(arguments)
+        layout: list[Any] = [launch.mode()]
+        addresses = []
+        index = -1
+        for i, a in enumerate(arguments):
+            if not isinstance(a, torch.Tensor):
+                layout.append(a)
+                continue
+            address = a.data_ptr()
+            if i in self.strided:
+                layout += (a.stride(), address % ALIGNMENT)
+            elif address % ALIGNMENT or not a.is_contiguous():
+                a = given[i] = aligned(a)
+                address = a.data_ptr()
+            addresses.append(address - address % ALIGNMENT)
+            index = a.get_device()
+            layout += (a.shape, a.dtype, index)
+        alone = len(set(addresses)) == len(addresses)  # a launcher may compare addresses
+        if index >= 0 and alone and launch.unobserved() and current_device() == index:
+            launches = self._launches(tuple(layout), given, index)
+            if launches is not None:
+                return launches.repeat(addresses, current_stream(index))
+        return run_launcher(self.launcher, given)
+
+    def _launches(self, layout, given, index):
+        try:
+            return self.known[layout]
+        except KeyError:
+            pass
+        if torch.cuda.is_current_stream_capturing():  # no kernel can be loaded now
+            return None
+        if any(isinstance(a, torch.Tensor) and a.get_device() != index for a in given):
+            return None  # run_launcher says that this is wrong
+        if len(self.known) >= MAX_KNOWN:
+            self.known.clear()
+        found = self.known[layout] = record(self.launcher, given, index)
+        return found
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor whose address is a multiple of 16: kernels that read so much at
+    once compute the same bits from any tensor."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
+def current_device() -> int:
+    """Return the index of the current GPU."""
+    return torch._C._cuda_getDevice()
+
+
+def current_stream(index: int) -> int:
+    """Return the handle of torch's current stream of a GPU, in a third of current_stream's time."""
+    return torch._C._cuda_getCurrentRawStream(index)
