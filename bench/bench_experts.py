@@ -1,11 +1,14 @@
-"""The three products of a mixture of experts next to PyTorch's, and to dense ones.
+"""The kernels of a mixture of experts: products next to PyTorch's and to dense ones, rows to copies.
 
-    python bench/bench_experts.py [--shapes few many] [--skewed]
+    python bench/bench_experts.py [--shapes few many] [--skewed] [--only products rows decoding]
 
 Tokens choose K of E experts at random, or with --skewed so that one expert gets many more than
 another. `value` is the rate without the padding, 2 P I O / ms for P = N K pairs. Peer: torch._grouped_mm
 on P rows without padding, whose weight gradients are bf16 (ours float32). A record has also the
 rate of cuBLAS for one product of P rows, `dense`.
+
+Rows: what is not a product, in GB/s of the bytes that must move, next to a copy of as many. Decoding:
+expert_gemv, in GB/s of the experts that are read, each once.
 """
 
 import argparse
@@ -13,9 +16,11 @@ from dataclasses import dataclass
 
 import cupy as cp
 import numpy as np
-from _timing import gpu_ms, record
+from _timing import copy_ms, gpu_ms, graph_ms, record
 
 from xtrain.kernels.cast import BFLOAT16, cast_fwd
+from xtrain.kernels.experts import expert_rows, expert_swiglu, routing
+from xtrain.kernels.experts.expert_gemv import expert_gemv
 from xtrain.kernels.experts.expert_order import expert_order
 from xtrain.kernels.experts.grouped_product import (
     grouped_product,
@@ -115,13 +120,81 @@ def measure(name: str, shape: Shape, skewed: bool, outputs: int, inputs: int) ->
         print(f"    dense {more['dense']:.0f} TFLOP/s")
 
 
+def measure_rows(name: str, shape: Shape, skewed: bool) -> None:
+    """Measure everything around the products."""
+    N, E, K = shape.tokens, shape.experts, shape.per_token
+    C, F = shape.width, shape.hidden
+    experts = choose_experts(shape, skewed)
+    order = expert_order(experts, E)
+    M = order.pairs_M.size
+    P = N * K
+    numbers = cp.random.default_rng(0)
+    logits = numbers.standard_normal((N, E), dtype=np.float32)
+    weights = numbers.random((N, K), dtype=np.float32)
+    one = cp.ones(1, np.float32)
+    x, y = draw(N, C), draw(M, C)
+    g, gu = draw(M, F), draw(M, 2 * F)
+    losses = order.counts_E, 0.01, 0.001
+    cases = {  # a call, and the bytes that it must move
+        "routing": (lambda: routing.routing(logits, K), 4 * N * (E + 2 * K)),
+        "routing_bwd": (
+            lambda: routing.routing_bwd(weights, logits, experts, weights),
+            4 * N * (2 * E + 3 * K),
+        ),
+        "router_loss": (lambda: routing.router_loss(logits, *losses), 4 * N * E),
+        "router_loss_bwd": (lambda: routing.router_loss_bwd(one, logits, *losses), 8 * N * E),
+        "order": (lambda: expert_order(experts, E), 4 * (3 * P + M)),
+        "gather": (lambda: expert_rows.gather_rows(x, order), 2 * C * (P + N)),
+        "sum": (lambda: expert_rows.sum_rows(y, order), 2 * C * (P + N)),
+        "swiglu": (lambda: expert_swiglu.expert_swiglu(gu, weights, order), 2 * P * 3 * F),
+        "swiglu_bwd": (
+            lambda: expert_swiglu.expert_swiglu_bwd(g, gu, weights, order),
+            2 * P * 6 * F,
+        ),
+    }
+    for kernel, (call, nbytes) in cases.items():
+        ms = graph_ms(call)[0]
+        record(
+            "bench_experts", f"{name}.{kernel}", shape=f"N={N} E={E} K={K} C={C} F={F}", dtype="bf16",
+            ms=ms, value=1e-6 * nbytes / ms, unit="GB/s", peer="copy",
+            peer_value=1e-6 * nbytes / copy_ms(nbytes),
+        )  # fmt: skip
+
+
+def measure_decoding(name: str, shape: Shape) -> None:
+    """Measure the experts of 1, 4 and 8 tokens."""
+    E, K, C, F = shape.experts, shape.per_token, shape.width, shape.hidden
+    gate_up, down = draw(E, 2 * F, C), draw(E, C, F)
+    for N in (1, 4, 8):
+        x = draw(N, C)
+        logits = cp.random.default_rng(N).standard_normal((N, E), dtype=np.float32)
+        experts, weights = routing.routing(logits, K)
+        nbytes = len(np.unique(experts.get())) * 3 * C * F * 2
+        ms = graph_ms(lambda x=x, w=weights, e=experts: expert_gemv(x, w, e, gate_up, down))[0]
+        record(
+            "bench_experts", f"{name}.decoding", shape=f"N={N} E={E} K={K} C={C} F={F}", dtype="bf16",
+            ms=ms, value=1e-6 * nbytes / ms, unit="GB/s", peer="copy",
+            peer_value=1e-6 * nbytes / copy_ms(nbytes),
+        )  # fmt: skip
+
+
+PARTS = ("products", "rows", "decoding")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["few", "many"])
     parser.add_argument("--skewed", action="store_true", help="experts are chosen unevenly")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
     for name in options.shapes:
         shape = SHAPES[name]
+        if "rows" in options.only:
+            measure_rows(name, shape, options.skewed)
+        if "decoding" in options.only:
+            measure_decoding(name, shape)
+        if "products" not in options.only:
+            continue
         measure(f"{name}.gate_up", shape, options.skewed, 2 * shape.hidden, shape.width)
         measure(f"{name}.down", shape, options.skewed, shape.width, shape.hidden)
 

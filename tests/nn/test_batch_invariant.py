@@ -14,6 +14,7 @@ from xtrain.nn.autograd import Tensor
 
 CONFIGS = {
     "qwen3": small(head_dim=16),
+    "mixture": small(head_dim=16, n_experts=4, experts_per_token=2),
     "llama, tied": small(head_dim=16, dim=100, qk_norm=False, tie_embeddings=True),
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

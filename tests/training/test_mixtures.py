@@ -5,6 +5,7 @@ import io
 import numpy as np
 import pytest
 from rich.console import Console
+from runs import run
 from twins import random_model, small
 
 from xtrain import Engine, Transformer, UserError, family
@@ -90,3 +91,13 @@ def test_the_engine_serves_a_mixture_that_no_other_program_has():
     assert model.variation == "qk_norm with qkv_bias with n_experts"
     (answer,) = Engine(model, 1).generate([[1, 2, 3]], 5)
     assert answer == model.generate(np.array([1, 2, 3]), 5)[3:].tolist()
+
+
+def test_a_run_moves_the_biases_of_its_routers(tmp_path, cache):
+    folder = run(
+        tmp_path, steps=3, experts=4, expert_bias=True, expert_bias_rate=0.25, micro_batch=2
+    )
+    model = Transformer.from_pretrained(folder)
+    for layer in model.model.layers:
+        bias = layer.mlp.bias.data
+        assert np.abs(bias).max() >= 0.25 and (bias * 4 % 1 == 0).all(), bias

@@ -42,7 +42,7 @@ def test_resume_is_exact(tmp_path, precision, graph, recompute, micro_batch, exp
     """Stopped at steps where nothing else is due: the stop adds neither a validation nor a sample."""
     kind = dict(
         precision=precision, graph=graph, recompute=recompute, micro_batch=micro_batch, eval_every=6,
-        sample_every=8, save_every=9, experts=experts,
+        sample_every=8, save_every=9, experts=experts, expert_bias=True if experts else None,
     )  # fmt: skip
     whole = run(tmp_path / "a", **kind)
     for stop_at in (3, 7, 13):

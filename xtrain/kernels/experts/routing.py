@@ -30,11 +30,12 @@ import numpy as np
 
 from ...device import Array
 from ..cross_entropy import row_sum
-from ..primitives.ptx import kernel, load1, store1
+from ..primitives.ptx import kernel, let_next_start, load1, store1, wait_for_previous
 from ..primitives.reduce import FULL, NEG_INF, warp_max, warp_sum
 from ..runtime.compiler import cuda, float32, int32, int64, uint32
 from ..runtime.launch import (
     FLOATS,
+    can_overlap,
     check,
     check_array,
     empty,
@@ -129,8 +130,12 @@ def make_softmax(E):
 
 
 @functools.cache
-def make_routing_kernel(E, K, renormalized, biased):
-    """Return the kernel that chooses K of E experts. biased: with bias_E."""
+def make_routing_kernel(E, K, renormalized, biased, overlap):
+    """Return the kernel that chooses K of E experts.
+
+    biased: with bias_E.
+    overlap: it waits for the previous kernel of the stream itself (runtime/overlap.py).
+    """
     softmax, STEPS = make_softmax(E)
 
     @kernel(BLOCK)
@@ -140,6 +145,9 @@ def make_routing_kernel(E, K, renormalized, biased):
         score_S = cuda.local.array(STEPS, float32)
         n = int64(cuda.blockIdx.x) * WARPS + (cuda.threadIdx.x >> 5)
         lane = int32(cuda.laneid)
+        if overlap:
+            wait_for_previous()
+            let_next_start()
         if n >= experts_NK.shape[0]:  # the same for the whole warp
             return
         softmax(p_S, logits, n)
@@ -290,10 +298,12 @@ def routing(
     experts_NK = empty(logits_NE, (N, K), np.int32)
     weights_NK = empty(logits_NE, (N, K), np.float32)
     biased = bias_E is not None
-    routing_kernel = make_routing_kernel(E, K, bool(renormalized), biased)
+    overlap = can_overlap(logits_NE)
+    routing_kernel = make_routing_kernel(E, K, bool(renormalized), biased, overlap)
     arrays = (experts_NK, weights_NK, logits_NE.reshape(-1))
     # a kernel argument cannot be None
-    launch(routing_kernel, -(-N // WARPS), BLOCK, *arrays, bias_E if biased else arrays[1])
+    last = bias_E if biased else weights_NK
+    launch(routing_kernel, -(-N // WARPS), BLOCK, *arrays, last, overlap=overlap)
     return experts_NK, weights_NK
 
 
