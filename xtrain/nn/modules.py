@@ -373,11 +373,8 @@ def arena_of(parameters: list[Parameter], kind: tuple[Any, ...]) -> Arena:
 
 
 class Module:
-    """A tree of modules and parameters.
-
-    They are found by walking the attributes in the order they were set, also those in lists, tuples
-    and dicts.
-    """
+    """A tree of modules and parameters, which are found by walking the attributes in the order they
+    were set, also those in lists, tuples and dicts."""
 
     arena: Arena  # of the whole model, in its outermost module
     fp8: Fp8Scales | None = None  # of a model in fp8 training
@@ -493,9 +490,7 @@ class Module:
 
     def __repr__(self) -> str:
         """Return the tree of modules, each with the number of its parameters and its own shapes.
-
-        Equal neighbours appear once.
-        """
+        Equal neighbours appear once."""
         return "\n".join(_tree(self))
 
     def zero_grad(self) -> None:
