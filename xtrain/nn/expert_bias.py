@@ -4,8 +4,11 @@ Wang et al. 2024: a loss that balances the load disturbs the gradient of the mod
 added when experts are chosen, and to nothing else, does not.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
+from ..device import Array
 from ..errors import UserError
 from ..kernels.experts.load_balance import add_counts, move_bias
 from ..kernels.runtime.launch import zeros
@@ -41,7 +44,11 @@ class ExpertBiases:
             for load_E, counts_E in zip(self.load_LE, routers.counts, strict=True):
                 add_counts(load_E, counts_E)
 
-    def move(self) -> None:
-        """Move the biases by the load, which is now that of all ranks."""
+    def move(self, sum_load: Callable[[Array], None]) -> None:
+        """Move the biases by the load.
+
+        sum_load: replaces the load of this rank by that of all.
+        """
+        sum_load(self.load_LE)
         for bias_E, load_E in zip(self.biases, self.load_LE):
             move_bias(bias_E, load_E, self.rate)

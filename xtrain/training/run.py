@@ -199,34 +199,32 @@ class Run:
         losses = []
         for part, last in self.micro_batches(batch):
             self.phase_timer.begin("forward")
-            with self.router_losses().collected() as routers:
-                loss = self.loss(part, inv_count)
-            losses.append(loss.data.reshape(1))
-            self.expert_biases.count(routers)
-            if routers.terms:
-                loss = routers.added_to(loss, self._share(part, batch))
+            loss, whole_loss = self.loss_and_terms(part, inv_count, batch)
             self.phase_timer.begin("backward")
-            self.parallel.backward(loss, last)  # after the last: gradients are sums over all ranks
+            # after the last: gradients are sums over all ranks
+            self.parallel.backward(whole_loss, last)
+            losses.append(loss.data.reshape(1))
         total = functools.reduce(add_fwd, losses)
         self.phase_timer.begin("optimizer")
         norm, factor = self.parallel.clip(self.optimizer, self.config.clip)
         norms_and_losses = self.parallel.gather_norm_and_loss(norm, total)
         skip_unless_finite(factor, self.skips_in_a_row, *norms_and_losses, self.config.max_skips)
         self.optimizer.apply(hyper, factor)
-        self.parallel.sum_load(self.expert_biases.load_LE)
-        self.expert_biases.move()
+        self.expert_biases.move(self.parallel.sum_load)
         return total, norm
 
-    def router_losses(self) -> RouterLosses:
-        """Return what the routers of a mixture of experts add to the loss of one forward pass. It is
-        no part of the loss that is logged."""
-        return RouterLosses(self.config.balance_loss, self.config.router_z_loss)
-
-    def _share(self, part, batch):
-        """Return the part's share of the batch of all ranks, (1,) on the device."""
+    def loss_and_terms(self, part: Any, inv_count: Array, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the loss of a micro-batch, which is logged; and with what the routers of a mixture
+        of experts add to it, in the micro-batch's share of the batch of all ranks."""
+        routers = RouterLosses(self.config.balance_loss, self.config.router_z_loss)
+        with routers.collected():
+            loss = self.loss(part, inv_count)
+        self.expert_biases.count(routers)
+        if not routers.terms:
+            return loss, loss
         share_1 = zeros(self.skips_in_a_row, 1, np.float32)
         share_1.fill(part.ids.shape[0] / batch.ids.shape[0] / self.ranks.world)
-        return share_1
+        return loss, routers.added_to(loss, share_1)
 
     def noted_step(self, batch: Any) -> dict[tuple, Specialization]:
         """Return what a step with this batch launches and has not been compiled. Its kernels do not
