@@ -319,7 +319,7 @@ def experts(dtype):
             M = order.pairs_M.size
             for O, I in ((19, 37), (72, 136)):  # noqa: E741
                 x, dy, w = (draw(*n, dtype=dtype) for n in ((M, I), (M, O), (E, O, I)))
-                for version in (grouped_product.version(x, w), grouped_product_mma):
+                for version in (grouped_product.version(x, w, w), grouped_product_mma):
                     if version is grouped_product_mma and (dtype == np.float32 or I % 8):
                         continue
                     with mock.patch.object(grouped_product, "version", return_value=version):

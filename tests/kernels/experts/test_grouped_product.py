@@ -36,12 +36,12 @@ from xtrain.kernels.experts.grouped_product import (
 )
 from xtrain.kernels.gemm import linear_fwd
 from xtrain.kernels.primitives.tensor_cores import add_products
-from xtrain.simulator import AsyncError, DeadlockError, KernelError, UninitializedError
+from xtrain.simulator import AsyncError, DeadlockError, KernelError, RaceError, UninitializedError
 
 BF16 = ml_dtypes.bfloat16
 CAPABILITY = int(device.cupy().cuda.Device().compute_capability) if GPU else 90
 # tiles of the wgmma version in the simulator: two tiles of columns, two rounds of the ring
-SMALL = hopper.Tiles(columns=64, stages=2, blocks=1, passes=1, together=2)
+SMALL = hopper.Tiles(columns=64, stages=2, blocks=1, parts=1, together=2)
 VERSIONS = {"tiled": (tiled, np.float32), "tiled bf16": (tiled, BF16), "mma": (mma, BF16), "hopper": (hopper, BF16)}  # fmt: skip
 NEEDS = {"mma": 80, "hopper": 90}
 ROUTINGS = {
@@ -63,7 +63,7 @@ def use(monkeypatch):
         module, dtype = VERSIONS[version]
         if NEEDS.get(version, 0) > CAPABILITY:
             pytest.skip(f"needs compute capability {NEEDS[version] / 10}")
-        monkeypatch.setattr(file, "version", lambda left, right: module)
+        monkeypatch.setattr(file, "version", lambda *arrays: module)
         if not GPU:
             monkeypatch.setattr(hopper, "TILES", dict.fromkeys(hopper.TILES, SMALL))
         return dtype
@@ -198,8 +198,8 @@ def test_no_tokens_and_sentinels(use, monkeypatch, version):
 def test_which_version():
     wide, odd = (to_kernel(normal(0, 8, n, dtype=BF16)) for n in (8, 9))
     best = {9: hopper, 8: mma}.get(CAPABILITY // 10, tiled)
-    assert file.version(wide, wide) is best and file.version(wide, odd) is tiled
-    assert file.version(*[to_kernel(normal(0, 4, 8))] * 2) is tiled
+    assert file.version(wide, wide, wide) is best and file.version(wide, odd, wide) is tiled
+    assert file.version(*[to_kernel(normal(0, 4, 8))] * 3) is tiled
 
 
 def test_wrong_arguments():
@@ -229,10 +229,11 @@ BUGS = {
     "sums of the tile before": ("make_consumer", "acc[i] = float32(0.0)", "acc[i] += float32(0.0)", UninitializedError, "y"),
     "rows of another warpgroup": ("make_consumer", "(warp_id() >> 2) * WARPGROUP_BYTES", "0", WRONG, "y"),
     "left operand not transposed": ("make_consumer", "True, product.left_transposed", "True, False", AsyncError, "dw"),
-    "rows overwritten while they leave": ("make_tile_store", "        stores_done()  # of the previous tile\n", "", AsyncError, "dx"),
-    "end before the stores are read": ("make_consumer", "            stores_done()\n", "            pass\n", AsyncError, "y"),
-    "gradient of a matrix without tokens not written": ("make_consumer", "not ACCUMULATE or steps > 0", "steps > 0", WRONG, "dw"),
-    "matrix of another expert": ("make_gradient_store", "int64(e) * rows", "int64(0) * rows", WRONG, "dw added"),
+    "rows overwritten while they leave": ("make_tile_store", "done()  # of the part before, or the previous tile", "pass", AsyncError, "dx"),
+    "end before the stores are read": ("make_consumer", "        stores_done()\n", "        pass\n", AsyncError, "y"),
+    "gradient of a matrix without tokens not written": ("make_consumer", "not ADDED or steps > 0", "steps > 0", WRONG, "dw"),
+    "matrix of another expert": ("make_consumer", "sequence = int32(e)", "sequence = int32(2)", RaceError, "dw"),
+    "columns of the part before": ("make_tile_store", "FIRST = part * WIDTH", "FIRST = 0", RaceError, "dw"),
 }  # fmt: skip
 
 

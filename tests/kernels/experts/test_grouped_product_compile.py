@@ -7,29 +7,32 @@ import pytest
 from numba import types
 from offline import check_sm_90a, compile_for_sm_90a, nvvm
 
-from xtrain.kernels.experts.grouped_product_hopper import TILES, make_kernel
+from xtrain.kernels.experts.grouped_product_hopper import TILES, Result, make_kernel
 from xtrain.kernels.experts.grouped_product_tiled import DW, DX, FORWARD
 
 __all__ = ["nvvm"]
 
-MAPS, ROWS, COUNTS, HALF = (
-    types.Array(t, 1, "C") for t in (types.uint64, types.float32, types.int32, types.uint16)
-)
-END = (COUNTS, COUNTS, COUNTS, *[types.int32] * 5)
+MAPS, COUNTS = (types.Array(t, 1, "C") for t in (types.uint64, types.int32))
+SIGNATURE = (MAPS, COUNTS, COUNTS, COUNTS, *[types.int32] * 5)
+BF16, FLOATS, ADDED = Result(False, False), Result(True, False), Result(True, True)
+CASES = {
+    "y": (FORWARD, BF16),
+    "dx": (DX, BF16),
+    "dw": (DW, FLOATS),
+    "dw bf16": (DW, BF16),
+    "dw added": (DW, ADDED),
+}
 KERNELS = {
-    "y": (make_kernel(FORWARD, TILES[FORWARD]), (MAPS, COUNTS, *END)),
-    "dx": (make_kernel(DX, TILES[DX]), (MAPS, COUNTS, *END)),
-    "dw": (make_kernel(DW, TILES[DW]), (MAPS, ROWS, *END)),
-    "dw bf16": (make_kernel(DW, TILES[DW]), (MAPS, HALF, *END)),
-    "dw added": (make_kernel(DW, TILES[DW], True), (MAPS, ROWS, *END)),
+    name: (make_kernel(product, TILES[product], result), SIGNATURE)
+    for name, (product, result) in CASES.items()
 }
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_compile(nvvm, monkeypatch, tmp_path, name):
     kernel, signature = KERNELS[name]
-    tiles = TILES[DW if "dw" in name else FORWARD]
+    tiles = TILES[CASES[name][0]]
     threads = 128 * (tiles.warpgroups + 1)
     ptx = compile_for_sm_90a(monkeypatch, kernel, signature, threads, tiles.blocks)
-    assert ("red.relaxed.gpu.global.add.v2.f32" in ptx) == (name == "dw added")
+    assert ("cp.reduce.async.bulk.tensor.4d" in ptx) == (name == "dw added")
     check_sm_90a(tmp_path, kernel, ptx, threads, tiles.blocks)

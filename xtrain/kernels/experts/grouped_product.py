@@ -81,7 +81,7 @@ def grouped_product(x_MI: Array, w_EOI: Array, order: ExpertOrder) -> Array:
     if on_host(x_MI, w_EOI, *order):
         return grouped_product_ref(x_MI, w_EOI, order)
     y_MO = empty(x_MI, (x_MI.shape[0], O))
-    version(x_MI, w_EOI).launch_product(FORWARD, y_MO, x_MI, w_EOI, order)
+    version(x_MI, w_EOI, y_MO).launch_product(FORWARD, y_MO, x_MI, w_EOI, order)
     return y_MO
 
 
@@ -94,7 +94,7 @@ def grouped_product_dx(dy_MO: Array, w_EOI: Array, order: ExpertOrder) -> Array:
     if on_host(dy_MO, w_EOI, *order):
         return grouped_product_dx_ref(dy_MO, w_EOI, order)
     dx_MI = empty(dy_MO, (dy_MO.shape[0], I))
-    version(dy_MO, w_EOI).launch_product(DX, dx_MI, dy_MO, w_EOI, order)
+    version(dy_MO, w_EOI, dx_MI).launch_product(DX, dx_MI, dy_MO, w_EOI, order)
     return dx_MI
 
 
@@ -117,7 +117,7 @@ def grouped_product_dw(
         else:
             dw_EOI[...] = dw
     else:
-        version(dy_MO, x_MI).launch_product(DW, dw_EOI, dy_MO, x_MI, order, accumulate)
+        version(dy_MO, x_MI, dw_EOI).launch_product(DW, dw_EOI, dy_MO, x_MI, order, accumulate)
     return dw_EOI
 
 
@@ -127,12 +127,12 @@ def _check_rows(op, name, x, width, other, order, E):
     check_array(op, "counts", order.counts_E, (E,), ("int32",))
 
 
-def version(left: Array, right: Array) -> Any:
-    """Return the module whose launch_product multiplies these operands."""
+def version(left: Array, right: Array, out: Array) -> Any:
+    """Return the module whose launch_product computes `out` from these operands."""
     if dtype_name(left.dtype) == "float32" or not left.size:
         return grouped_product_tiled
     rows = left.shape[-1], right.shape[-1], right.shape[-2]
-    if any(n % ALIGNED for n in rows) or not on_16_bytes(left, right):
+    if any(n % ALIGNED for n in rows) or not on_16_bytes(left, right, out):
         return grouped_product_tiled
     capability = 90 if isinstance(left, SimArray) else int(left.device.compute_capability)
     if capability == 90:

@@ -27,7 +27,6 @@ from ..primitives.hopper import (
     PANEL,
     SM_90A,
     acquire_map,
-    add_pair,
     along_rows,
     down_rows,
     make_descriptor,
@@ -52,8 +51,7 @@ from ..primitives.hopper_tiles import (
 from ..primitives.ptx import device, kernel, let_next_start, wait_for_previous
 from ..primitives.tensor_cores import opaque, warp_id
 from ..primitives.tma import tensor_maps, tensors_of
-from ..primitives.words import WORD_OPS
-from ..runtime.compiler import cuda, float32, int32, int64, uint32
+from ..runtime.compiler import cuda, float32, int32, uint32
 from ..runtime.cost import declare_cost
 from ..runtime.launch import can_overlap, launch, multiprocessors
 from .expert_order import TILE, ExpertOrder
@@ -72,7 +70,8 @@ class Tiles:
     columns: int  # of a tile of the result: 64, 128, 256
     stages: int  # of the ring
     blocks: int  # per multiprocessor
-    passes: int  # 1 or 2: the results leave through shared memory in so many parts
+    # 1, 2 or 4: bf16 results leave through shared memory in so many parts, float32 in twice as many
+    parts: int
     together: int  # tiles of rows that running blocks share, see find_tile
     warpgroups: int = TILE // 64
 
@@ -83,10 +82,22 @@ class Tiles:
 
 
 TILES = {
-    FORWARD: Tiles(columns=256, stages=4, blocks=1, passes=2, together=12),
-    DX: Tiles(columns=256, stages=4, blocks=1, passes=2, together=12),
-    DW: Tiles(columns=256, stages=4, blocks=1, passes=1, together=1),
+    FORWARD: Tiles(columns=256, stages=4, blocks=1, parts=2, together=8),
+    DX: Tiles(columns=256, stages=4, blocks=1, parts=2, together=8),
+    DW: Tiles(columns=256, stages=4, blocks=1, parts=2, together=1),
 }
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is stored: bf16, or float32 that may be added to what is there."""
+
+    floats: bool
+    added: bool
+
+    def parts(self, tiles: Tiles) -> int:
+        """Return the number of parts in which a tile leaves."""
+        return tiles.parts * (2 if self.floats else 1)
 
 
 # -------------------------------------------------------------------------- layout of shared memory
@@ -103,14 +114,12 @@ class Layout:
 
 
 @functools.cache
-def layout_of(product: Product, tiles: Tiles) -> Layout:
-    """Return the layout; product_dw stores its results from registers."""
+def layout_of(tiles: Tiles) -> Layout:
+    """Return the layout."""
     stages = tiles.stages
     right = HEADER + stages * tiles.rows * BK * 2
     out = right + stages * tiles.columns * BK * 2
-    total = out
-    if product.of_slots:
-        total += tiles.rows * tiles.columns * 2 // tiles.passes
+    total = out + tiles.rows * tiles.columns * 2 // tiles.parts
     return Layout(HEADER, right, out, total, 0, 8 * stages)
 
 
@@ -181,7 +190,7 @@ def make_producer(product: Product, tiles: Tiles):
     LEFT_BYTES = tiles.rows * BK * 2
     RIGHT_BYTES = tiles.columns * BK * 2
     OF_SLOTS = product.of_slots
-    layout = layout_of(product, tiles)
+    layout = layout_of(tiles)
     LEFT = layout.left
     RIGHT = layout.right
     FULL = layout.full
@@ -220,66 +229,46 @@ def make_producer(product: Product, tiles: Tiles):
 
 # ----------------------------------------------------------------------------- consumers
 @functools.cache
-def make_tile_store(tiles: Tiles, OUT_AT: int):
-    """Return store(base, acc, maps, row, column), done(): a warp's rows of a tile of slots."""
-    PASSES = tiles.passes
-    WIDTH = tiles.columns // PASSES
+def make_tile_store(tiles: Tiles, result: Result, OUT_AT: int):
+    """Return store(base, acc, maps, row, column, sequence), done(): a warp's rows of a tile."""
+    PARTS = result.parts(tiles)
+    WIDTH = tiles.columns // PARTS
     PANEL_BYTES = tiles.rows * PANEL_ROW
-    store_left, stores_done = make_store(WIDTH)
-    store_right = make_store(WIDTH, tiles.columns - WIDTH)[0]
+
+    def make_parts(part):
+        """Return the function that stores this part and the following ones."""
+        store_part, done = make_store(WIDTH, part * WIDTH, result.floats, result.added)
+        LAST = part == PARTS - 1
+        store_rest = done if LAST else make_parts(part + 1)
+        FIRST = part * WIDTH
+
+        @device
+        def store_parts(acc, one, at, maps, row, column, sequence):
+            done()  # of the part before, or the previous tile
+            first = int32(column + FIRST)
+            store_part(acc, one, at, PANEL_BYTES, maps, OUT, first, row, 0, sequence)
+            if not LAST:
+                store_rest(acc, one, at, maps, row, column, sequence)
+
+        return store_parts
+
+    store_parts = make_parts(0)
 
     @device
-    def store(base, acc, maps, row, column):
+    def store(base, acc, maps, row, column, sequence):
         one = cuda.local.array(2, float32)
         one[0] = float32(1.0)
         one[1] = float32(1.0)
         warp = warp_id()
         at = base + OUT_AT + warp * (STORED * PANEL_ROW)
-        row = int32(row + STORED * warp)
-        stores_done()  # of the previous tile
-        store_left(acc, one, at, PANEL_BYTES, maps, OUT, column, row, 0, 0)
-        if PASSES > 1:
-            stores_done()
-            store_right(acc, one, at, PANEL_BYTES, maps, OUT, column + WIDTH, row, 0, 0)
+        store_parts(acc, one, at, maps, int32(row + STORED * warp), column, sequence)
 
-    return store, stores_done
+    return store, make_store(WIDTH)[1]
 
 
 @functools.cache
-def make_gradient_store(tiles: Tiles, ACCUMULATE: bool):
-    """Return store(dw, acc, e, row, column, rows, columns): a lane's elements of dw_e, = or +=.
-
-    Each element is added to once in a launch, so the sums do not depend on an order.
-    """
-    GROUPS = tiles.columns // 8
-    pack = WORD_OPS[2].pack
-    store_words = WORD_OPS[2].store
-
-    @device
-    def store(dw, acc, e, row, column, rows, columns):
-        lane = int32(cuda.threadIdx.x & 31)
-        pair = cuda.local.array(2, float32)
-        words = cuda.local.array(2, uint32)
-        row = int32(row + 16 * warp_id() + (lane >> 2))
-        column = int32(column + 2 * (lane & 3))
-        at = (int64(e) * rows + row) * columns + column
-        for n in range(GROUPS):
-            for r in range(2):
-                if row + 8 * r < rows and column + 8 * n < columns:
-                    pair[0] = acc[4 * n + 2 * r]
-                    pair[1] = acc[4 * n + 2 * r + 1]
-                    if ACCUMULATE:
-                        add_pair(dw, at + 8 * r * columns + 8 * n, pair)
-                    else:
-                        pack(words, pair, dw)
-                        store_words(dw, at + 8 * r * columns + 8 * n, words)
-
-    return store
-
-
-@functools.cache
-def make_consumer(product: Product, tiles: Tiles, ACCUMULATE: bool):
-    """Return consume(base, maps, dw, order, rows, columns, K, T, E): the work of a
+def make_consumer(product: Product, tiles: Tiles, result: Result):
+    """Return consume(base, maps, order, rows, columns, K, T, E): the work of a
     consumer warpgroup"""
     STAGES = tiles.stages
     LEFT_BYTES = tiles.rows * BK * 2
@@ -287,7 +276,7 @@ def make_consumer(product: Product, tiles: Tiles, ACCUMULATE: bool):
     OF_SLOTS = product.of_slots
     BN = tiles.columns
     SIZE = BN // 2
-    layout = layout_of(product, tiles)
+    layout = layout_of(tiles)
     LEFT = layout.left
     RIGHT = layout.right
     FULL = layout.full
@@ -303,12 +292,12 @@ def make_consumer(product: Product, tiles: Tiles, ACCUMULATE: bool):
     wait_but_one = make_wgmma_wait_group(1)
     wait = make_wgmma_wait(BN, 0)
     descriptor = make_descriptor(BK * PANEL_ROW)
-    store_tile, stores_done = make_tile_store(tiles, layout.out)
-    store_gradient = make_gradient_store(tiles, ACCUMULATE)
+    store_tile, stores_done = make_tile_store(tiles, result, layout.out)
+    ADDED = result.added
 
     @device
-    def consume(base, maps, dw, order, rows, columns, K, T, E):
-        if OF_SLOTS and cuda.threadIdx.x & 31 == 0:
+    def consume(base, maps, order, rows, columns, K, T, E):
+        if cuda.threadIdx.x & 31 == 0:
             acquire_map(maps, OUT)
         acc = cuda.local.array(SIZE, float32)
         mine = base + LEFT + (warp_id() >> 2) * WARPGROUP_BYTES
@@ -335,37 +324,37 @@ def make_consumer(product: Product, tiles: Tiles, ACCUMULATE: bool):
             wait(acc)
             if steps > 0:
                 mbarrier_arrive(base + FREE + 8 * before)
-            if OF_SLOTS:
-                store_tile(base, acc, maps, row, column)
-            elif not ACCUMULATE or steps > 0:
-                store_gradient(dw, acc, e, row, column, rows, columns)
+            sequence = int32(0)
+            if not OF_SLOTS:
+                sequence = int32(e)
+            if not ADDED or steps > 0:
+                store_tile(base, acc, maps, row, column, sequence)
             tile = int32(tile + cuda.gridDim.x)
-        if OF_SLOTS:
-            stores_done()
+        stores_done()
 
     return consume
 
 
 @functools.cache
-def make_kernel(product: Product, tiles: Tiles, ACCUMULATE: bool = False):
-    """Return the kernel of a product; launch_product starts it. ACCUMULATE: of DW."""
+def make_kernel(product: Product, tiles: Tiles, result: Result):
+    """Return the kernel of a product; launch_product starts it."""
     WGS = tiles.warpgroups
     PER_SM = tiles.blocks
     CONSUMERS = 128 * WGS
     FEW, MANY = registers(WGS, PER_SM)
-    layout = layout_of(product, tiles)
+    layout = layout_of(tiles)
     FULLS = tuple(layout.full + 8 * i for i in range(tiles.stages))
     FREES = tuple(layout.free + 8 * i for i in range(tiles.stages))
     set_up = make_set_up(4 * WGS, FULLS, FREES)
     produce = make_producer(product, tiles)
-    consume = make_consumer(product, tiles, ACCUMULATE)
+    consume = make_consumer(product, tiles, result)
     fewer_registers = make_setmaxnreg(FEW, False)
     more_registers = make_setmaxnreg(MANY, True)
 
     @kernel(CONSUMERS + 128, PER_SM, **SM_90A)
-    def grouped_product_hopper_kernel(maps, dw, experts, first, counts, rows, columns, K, T, E):
-        """Grid: any. maps: tensor maps of the left and right operand and of the result; dw: flat,
-        the result of DW, unused by the others; rows, columns: of the result, of one expert for DW.
+    def grouped_product_hopper_kernel(maps, experts, first, counts, rows, columns, K, T, E):
+        """Grid: any. maps: tensor maps of the left and right operand and of the result;
+        rows, columns: of the result, of one expert for DW.
         """
         order = experts, first, counts
         base = shared_base()
@@ -378,13 +367,11 @@ def make_kernel(product: Product, tiles: Tiles, ACCUMULATE: bool = False):
                 produce(base, maps, order, rows, columns, K, T, E)
         else:
             more_registers()
-            consume(base, maps, dw, order, rows, columns, K, T, E)
+            consume(base, maps, order, rows, columns, K, T, E)
 
-    def nbytes(maps, dw, *_):
-        mapped = sum(size for _, size in tensors_of(maps))
-        if not product.of_slots:
-            mapped += dw.nbytes * (2 if ACCUMULATE else 1)
-        return mapped
+    def nbytes(maps, *_):
+        sizes = [size for _, size in tensors_of(maps)]
+        return sum(sizes) + (sizes[OUT] if result.added else 0)
 
     def flops(maps, *_):
         (left, _, slots, _), (right, *_) = (dims for dims, _ in tensors_of(maps)[:2])
@@ -412,27 +399,24 @@ def launch_product(
     tiles = tiles or TILES[product]
     T = order.experts_T.shape[0]
     E = order.first_E.shape[0] - 1
-    of_slots = product.of_slots
     rows, columns = out.shape[-2:]
     wide = lambda x: x.reshape(-1, x.shape[-2], 1, x.shape[-1])
     box = lambda transposed, width: BK if transposed else width
     boxes = [
         (wide(left), box(product.left_transposed, tiles.rows)),
         (wide(right), box(product.right_transposed, tiles.columns)),
+        (wide(out), STORED),
     ]
-    flat = order.first_E
-    blocks = -(-columns // tiles.columns)
-    if of_slots:
-        boxes.append((wide(out), STORED))
-        blocks *= T
-    else:
-        flat = out.reshape(-1)
-        blocks *= E * -(-rows // tiles.rows)
+    tiles_of_rows = E * -(-rows // tiles.rows)
+    if product.of_slots:
+        tiles_of_rows = T
+    blocks = tiles_of_rows * -(-columns // tiles.columns)
+    result = Result(floats=out.dtype == np.float32, added=accumulate)
     maps = tensor_maps(*boxes)
-    shared = layout_of(product, tiles).total
-    kernel = make_kernel(product, tiles, accumulate)
+    shared = layout_of(tiles).total
+    kernel = make_kernel(product, tiles, result)
     grid = min(blocks, multiprocessors(out) * tiles.blocks)
     sizes = rows, columns, left.shape[1], T, E
-    args = maps, flat, order.experts_T, order.first_E, order.counts_E, *map(np.int32, sizes)
+    args = maps, order.experts_T, order.first_E, order.counts_E, *map(np.int32, sizes)
     overlap = can_overlap(out)
     launch(kernel, grid, 128 * (tiles.warpgroups + 1), *args, shared=shared, overlap=overlap)

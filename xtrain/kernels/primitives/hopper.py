@@ -40,6 +40,7 @@ WARPGROUP = 128  # threads
 MAP_WORDS = 16  # a tensor map is 16 x 8 bytes
 SHARED_ALIGNMENT = 1024
 PANEL = 64  # columns of bf16: 128 bytes
+PANEL_ROW = 128  # bytes of a row of a panel
 
 
 # ------------------------------------------------------------------------- shared memory by address
@@ -97,15 +98,11 @@ def load_floats(code, registers, address):
     code.set_registers(registers, values)
 
 
-@intrinsic()
-def add_pair(code, x, i, pair):
-    """Add pair[0:2] to x[i : i + 2], without waiting for the old values. "red", .v2.f32
-
-    The sum is x[i] + pair[0], rounded once, if no other thread adds to these elements.
-    x: flat, float32, in global memory. i: even. pair: a register array of 2 float32.
-    """
-    text = "red.relaxed.gpu.global.add.v2.f32 [$0], {$1, $2};"
-    code.asm(text, None, [code.address(x, i, GLOBAL), *code.registers(pair, 2)], memory=True)
+@intrinsic(address=uint32)
+def store_floats(code, address, registers):
+    """Store registers[0:2], two float32, at a shared address, a multiple of 8. "st", vectors"""
+    values = code.registers(registers, 2)
+    code.asm("st.shared.v2.f32 [$0], {$1, $2};", None, [address, *values], memory=True)
 
 
 # ----------------------------------------------------------------------------- barriers
@@ -250,17 +247,31 @@ def tma_load_row(code, target, maps, i, barrier, column, row):
     code.asm(text, None, [target, _map_address(code, maps, i), barrier, column, row], memory=True)
 
 
-@intrinsic(i=uint32, address=uint32, column=int32, row=int32, head=int32, sequence=int32)
-def tma_store(code, maps, i, address, column, row, head, sequence):
-    """Start a copy of a box from shared memory to the tensor of map i. "cp.async.bulk.tensor"
+def _box_from_shared(name, operation, verb):
+    doc = f"""Start a copy that {verb} a box from shared memory. "{operation.split(".4d")[0]}"
 
     One thread calls it, after fence_proxy_async and a barrier of the threads that wrote the box.
     Nothing is written beyond the end of the tensor.
     address: the shared address of the box, a multiple of 1024, swizzled as tma_load leaves it.
     """
-    text = "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [$0, {$2, $3, $4, $5}], [$1];"
-    start = [column, head, row, sequence]
-    code.asm(text, None, [_map_address(code, maps, i), address, *start], memory=True)
+
+    def copy(code, maps, i, address, column, row, head, sequence):
+        text = f"{operation}.bulk_group [$0, {{$2, $3, $4, $5}}], [$1];"
+        start = [column, head, row, sequence]
+        code.asm(text, None, [_map_address(code, maps, i), address, *start], memory=True)
+
+    starts = {"column": int32, "row": int32, "head": int32, "sequence": int32}
+    return intrinsic(name=name, doc=doc, i=uint32, address=uint32, **starts)(copy)
+
+
+tma_store = _box_from_shared(
+    "tma_store", "cp.async.bulk.tensor.4d.global.shared::cta", "stores to the tensor of map i"
+)
+tma_add = _box_from_shared(
+    "tma_add",
+    "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add",
+    "adds to the tensor of map i, float32,",
+)
 
 
 tma_store_commit = instruction(
@@ -430,7 +441,7 @@ simulates(clear_shared)(simulated.clear_shared)
 simulates(post)(simulated.store_shared)
 simulates(read_post)(simulated.read_post)
 simulates(load_floats)(simulated.load_floats)
-simulates(add_pair)(simulated.add_pair)
+simulates(store_floats)(simulated.store_floats)
 simulates(mbarrier_init)(simulated.mbarrier_init)
 simulates(mbarrier_init_fence)(lambda thread, site: thread.block.engines.show_barriers(thread))
 simulates(mbarrier_arrive_expect_tx)(simulated.mbarrier_arrive_expect_tx)
@@ -441,6 +452,7 @@ simulates(fence_proxy_async)(lambda thread, site: thread.block.engines.fence(thr
 simulates(acquire_map)(simulated.acquire_map)
 simulates(tma_load)(simulated.tma_load)
 simulates(tma_store)(simulated.tma_store)
+simulates(tma_add)(simulated.tma_add)
 simulates(tma_load_row)(simulated.tma_load_row)
 simulates(tma_store_commit)(lambda thread, site: thread.block.engines.tma_store_commit(thread))
 simulates(tma_store_wait)(lambda thread, site: thread.block.engines.tma_store_wait(thread, site))

@@ -11,7 +11,7 @@ import functools
 
 import numpy as np
 
-from ...simulator.errors import KernelError, RaceError, where
+from ...simulator.errors import RaceError, where
 from ...simulator.memory import BASE, _Bytes
 from ...simulator.scalars import Int32, UInt32
 from .tensor_cores import add_products
@@ -72,12 +72,13 @@ def load_floats(thread, site, registers, address):
         thread.store(registers, j, value, site)
 
 
-def add_pair(thread, site, x, i, pair):
-    """Add two float32. Checked for races as a load and a store: no other thread may add there."""
-    if int(i) % 2:
-        raise KernelError(f"{site.what}: element {i} is not 8-byte aligned", (site,))
-    for j in range(2):
-        thread.store(x, i + j, thread.load(x, i + j, site) + thread.load(pair, j, site), site)
+def store_floats(thread, site, address, registers):
+    """Store two float32 at a shared address."""
+    engines = thread.block.engines
+    first, end = engines.span(thread, address, 8, site, 8)
+    engines.write(thread, first, end, engines.clocks[:, thread.index], site)
+    values = [thread.load(registers, j, site) for j in range(2)]
+    engines.bytes[4 * first : 4 * end].view(np.float32)[:] = values
 
 
 # ----------------------------------------------------------------------------- barriers
@@ -126,13 +127,13 @@ def setmaxnreg(count):
 
 
 # ----------------------------------------------------------------------------- copies
-def simulated_map(address, dims, strides, box) -> list[int]:
+def simulated_map(address, dims, strides, box, itemsize) -> list[int]:
     """Return 16 words that replace a real tensor map, whose format is not public.
 
-    Strides in bytes. Four dims: bf16, two: float32.
+    Strides in bytes. Four dims: bf16 or float32, by itemsize; two: float32.
     """
     mark = MAP_MARK if len(dims) == 4 else ROWS_MARK
-    words = [mark, address, *dims, *strides, *box, MAP_SWIZZLE]
+    words = [mark, address, *dims, *strides, *box, MAP_SWIZZLE, itemsize]
     return words + [0] * (16 - len(words))
 
 
@@ -144,13 +145,15 @@ class SimulatedMap:
         self.dims = rest[:4]
         self.strides = rest[4:7]
         self.columns, _, self.rows, _ = rest[7:11]
-        self.end = self.address + 2 * self.dims[0]
+        self.dtype = np.dtype({2: np.uint16, 4: np.float32}[rest[12]])
+        self.end = self.address + self.dtype.itemsize * self.dims[0]
         self.end += sum((n - 1) * s for n, s in zip(self.dims[1:], self.strides))
 
     def tensor(self):
-        """Return a view of the tensor (sequences, rows, heads, columns), uint16."""
-        raw = np.asarray(_Bytes(self.address, self.end - self.address, None)).view(np.uint16)
-        return np.lib.stride_tricks.as_strided(raw, self.dims[::-1], [*self.strides[::-1], 2])
+        """Return a view of the tensor (sequences, rows, heads, columns); bf16 as uint16."""
+        raw = np.asarray(_Bytes(self.address, self.end - self.address, None)).view(self.dtype)
+        strides = [*self.strides[::-1], self.dtype.itemsize]
+        return np.lib.stride_tricks.as_strided(raw, self.dims[::-1], strides)
 
 
 def _read_map(thread, site, maps, i, mark=MAP_MARK):
@@ -181,7 +184,7 @@ def _swizzled_offsets(box, address, nbytes):
 
     (rows, chunks of a row)
     """
-    width = 2 * box.columns
+    width = box.dtype.itemsize * box.columns
     assert width == 128 and nbytes == width * box.rows, "only the 128-byte swizzle is simulated"
     row, chunk = np.ogrid[: box.rows, : width // 16]
     offset = row * width + chunk * 16
@@ -204,7 +207,7 @@ def tma_load(thread, site, target, maps, i, barrier, column, row, head, sequence
     r = int(row)
     h = int(head)
     c = int(column)
-    values = np.zeros((box.rows, box.columns), np.uint16)
+    values = np.zeros((box.rows, box.columns), box.dtype)
     thread.note_copy(site, box.address, box.end, False)
     if all(0 <= k < n for k, n in zip((b, r, h, c), box.dims[::-1])):
         inside = box.tensor()[b, r : r + box.rows, h, c : c + box.columns]
@@ -251,16 +254,22 @@ def tma_store(thread, site, maps, i, address, column, row, head, sequence):
 
     Raises RaceError if two copies store the same element.
     """
+    _box_from_shared(thread, site, maps, i, address, (sequence, row, head, column), False)
+
+
+def tma_add(thread, site, maps, i, address, column, row, head, sequence):
+    """Start a copy that adds a box in shared memory to a float32 tensor. Errors: as of tma_store."""
+    _box_from_shared(thread, site, maps, i, address, (sequence, row, head, column), True)
+
+
+def _box_from_shared(thread, site, maps, i, address, start, add):
     engines = thread.block.engines
     box = SimulatedMap(_read_map(thread, site, maps, i))
-    nbytes = 2 * box.rows * box.columns
+    nbytes = box.dtype.itemsize * box.rows * box.columns
     data = engines.begin_store(thread, site, address, nbytes).reshape(-1, 16)
     k = _swizzled_offsets(box, int(address), nbytes) // 16
-    values = data[k].reshape(box.rows, -1).view(np.uint16)
-    b = int(sequence)
-    h = int(head)
-    r = int(row)
-    c = int(column)
+    values = data[k].reshape(box.rows, -1).view(box.dtype)
+    b, r, h, c = map(int, start)
     tensor = box.tensor()
     thread.note_copy(site, box.address, box.end, True)
     out = tensor[b, r : r + box.rows, h, c : c + box.columns]
@@ -274,7 +283,8 @@ def tma_store(thread, site, maps, i, address, column, row, head, sequence):
             (site,),
         )
     written_in_box[...] = True
-    out[...] = values[: out.shape[0], : out.shape[1]]
+    values = values[: out.shape[0], : out.shape[1]]
+    out[...] = out + values if add else values
 
 
 # ----------------------------------------------------------------------------- operands of products

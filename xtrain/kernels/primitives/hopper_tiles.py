@@ -4,21 +4,21 @@ barriers, and results that leave through shared memory by TMA.
 
 import functools
 
-from ..runtime.compiler import cuda, int32, uint32
+from ..runtime.compiler import cuda, float32, int32, uint32
 from .hopper import (
-    PANEL,
+    PANEL_ROW,
     fence_proxy_async,
     mbarrier_init,
     mbarrier_init_fence,
+    store_floats,
     store_shared,
+    tma_add,
     tma_store,
     tma_store_commit,
     tma_store_wait,
 )
 from .ptx import device
 from .tensor_cores import opaque, pack_bf16
-
-PANEL_ROW = 128  # bytes of a row of a panel
 
 
 def registers(warpgroups: int, per_sm: int, producer: int = 0) -> tuple[int, int]:
@@ -77,40 +77,51 @@ def make_set_up(ARRIVALS, FULLS, FREES):
 
 
 @functools.cache
-def make_store(D, FIRST=0):
+def make_store(D, FIRST=0, FLOATS=False, ADD=False):
     """Return store_rows, stores_done: write results through shared memory by TMA, a warp's 16 rows
     at a time.
 
-    D: columns to store. FIRST: the first of them in the accumulator, a multiple of 64.
+    D: columns to store. FIRST: the first of them in the accumulator.
+    FLOATS: the results are float32, else bf16. ADD: to a float32 tensor.
 
     store_rows(acc, factor, at, panel, maps, i, column, row, h, b)
-        writes bf16(acc * factor[half of the rows]) to shared memory from `at` on, panels `panel`
-        bytes apart, and starts the copy to rows `row`, row + 1, ... and columns `column`,
-        column + 1, ... of map i
+        writes acc * factor[half of the rows] to shared memory from `at` on, panels `panel` bytes
+        apart, and starts the copy to rows `row`, row + 1, ... and columns `column`, column + 1, ...
+        of map i
     stores_done()
         waits until the shared memory may be written again
     """
-    PANELS = D // PANEL
+    WIDTH = PANEL_ROW // (4 if FLOATS else 2)  # columns of a panel
+    PANELS = D // WIDTH
+    GROUPS = WIDTH // 8
     START = FIRST // 2
+    send = tma_add if ADD else tma_store
 
     @device
     def store_rows(acc, factor, at, panel, maps, i, column, row, h, b):
+        pair = cuda.local.array(2, float32)
         lane = int32(cuda.threadIdx.x & 31)
         g = lane >> 2
         # opaque: otherwise its addresses are computed, and spilled, before the loop
         at = uint32(opaque(int32(at)))
         for p in range(PANELS):
-            for n in range(8):
+            for n in range(GROUPS):
                 for r in range(2):
-                    j = START + 32 * p + 4 * n + 2 * r
-                    offset = PANEL_ROW * (g + 8 * r) + ((n ^ g) << 4) + 4 * (lane & 3)
-                    pair = pack_bf16(acc[j] * factor[r], acc[j + 1] * factor[r])
-                    store_shared(at + p * panel + offset, pair)
+                    j = START + GROUPS * 4 * p + 4 * n + 2 * r
+                    to = at + p * panel + PANEL_ROW * (g + 8 * r)
+                    if FLOATS:
+                        chunk = (2 * n + ((lane >> 1) & 1)) ^ g
+                        pair[0] = acc[j] * factor[r]
+                        pair[1] = acc[j + 1] * factor[r]
+                        store_floats(to + (chunk << 4) + 8 * (lane & 1), pair)
+                    else:
+                        packed = pack_bf16(acc[j] * factor[r], acc[j + 1] * factor[r])
+                        store_shared(to + ((n ^ g) << 4) + 4 * (lane & 3), packed)
         fence_proxy_async()
         cuda.syncwarp()
         if lane == 0:
             for p in range(PANELS):
-                tma_store(maps, i, at + p * panel, column + PANEL * p, row, h, b)
+                send(maps, i, at + p * panel, column + WIDTH * p, row, h, b)
             tma_store_commit()
 
     @device

@@ -16,7 +16,7 @@ import numpy as np
 from ...device import Array, address_of, cupy
 from ...simulator import SimArray, sim
 from ..runtime.instead import instead
-from .hopper import MAP_WORDS, PANEL
+from .hopper import MAP_WORDS, PANEL_ROW
 from .hopper_simulated import simulated_map
 
 # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapInterleave,
@@ -47,6 +47,7 @@ class TensorMapSpec:
     dims: tuple[int, ...]  # elements
     strides: tuple[int, ...]  # bytes, of all axes but the innermost
     box: tuple[int, ...]  # elements of one copy
+    itemsize: int  # of an element: 2 (bf16) or 4 (float32)
 
 
 def mappable(x_BTHD: Array) -> Array:
@@ -65,14 +66,14 @@ def mappable(x_BTHD: Array) -> Array:
 def tensor_maps(*boxes: tuple[Array, int]) -> Array:
     """Return the tensor maps of several arrays, (16 words each,) uint64, on their device.
 
-    boxes: pairs of x (B, T, H, D) bf16 and the rows per box, or of a float32 matrix and the columns
-        per box.
+    boxes: pairs of x (B, T, H, D), bf16 or float32, and the rows per box, or of a float32 matrix
+        and the columns per box. A box of x is 128 bytes wide.
     Raises RuntimeError if the driver rejects a map.
     """
     first = boxes[0][0]
     if isinstance(first, SimArray):
         described = [_spec(x, size) for x, size in boxes]
-        words = [simulated_map(s.address, s.dims, s.strides, s.box) for s in described]
+        words = [simulated_map(s.address, s.dims, s.strides, s.box, s.itemsize) for s in described]
         return np.array(words, np.uint64).reshape(-1).view(SimArray)
     if first.device.id < 0:  # not a real device: the memory plan counts bytes
         return cupy().empty(MAP_WORDS * len(boxes), np.uint64)
@@ -114,8 +115,7 @@ def tensors_of(maps: Array) -> list[tuple]:
         kept_maps = (*_captured.items(), *_evictable.items())
     for (_, specs), kept in kept_maps:
         if kept.data.ptr == maps.data.ptr:
-            itemsize = {4: 2, 2: 4}  # 4 axes: bf16, 2 axes: float32
-            return [(s.dims, itemsize[len(s.dims)] * math.prod(s.dims)) for s in specs]
+            return [(s.dims, s.itemsize * math.prod(s.dims)) for s in specs]
     raise ValueError("this array does not come from tensor_maps")
 
 
@@ -128,12 +128,13 @@ def _spec(x, size) -> TensorMapSpec:
     """
     address = address_of(x)
     if x.ndim == 2:
-        return TensorMapSpec(address, x.shape[::-1], x.strides[:1], (size, 1))
+        return TensorMapSpec(address, x.shape[::-1], x.strides[:1], (size, 1), x.itemsize)
     B, T, H, D = x.shape
     batch, row, head, _ = x.strides
-    dense = 2 * D  # the stride of an axis with one element is arbitrary
+    dense = x.itemsize * D  # the stride of an axis with one element is arbitrary
     strides = tuple(s if n > 1 else dense for s, n in ((head, H), (row, T), (batch, B)))
-    return TensorMapSpec(address, (D, H, T, B), strides, (PANEL, 1, size, 1))
+    box = PANEL_ROW // x.itemsize, 1, size, 1
+    return TensorMapSpec(address, (D, H, T, B), strides, box, x.itemsize)
 
 
 @functools.cache
@@ -151,7 +152,8 @@ def _encode(spec: TensorMapSpec) -> bytes:
     longs = lambda values: (ctypes.c_uint64 * len(values))(*values)
     ints = lambda values: (ctypes.c_uint32 * len(values))(*values)
     rank = len(spec.dims)
-    kind, swizzle = (BFLOAT16, SWIZZLE_128) if rank == 4 else (FLOAT32, SWIZZLE_NONE)
+    kind = {2: BFLOAT16, 4: FLOAT32}[spec.itemsize]
+    swizzle = {4: SWIZZLE_128, 2: SWIZZLE_NONE}[rank]
     layout = (longs(spec.dims), longs(spec.strides), ints(spec.box), ints((1,) * rank))
     modes = (NO_INTERLEAVE, swizzle, PROMOTE_256, FILL_ZEROS)
     status = _encoder()(aligned, kind, rank, spec.address, *layout, *modes)
