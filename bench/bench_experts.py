@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import cupy as cp
 import numpy as np
-from _timing import gpu_ms, record
+import torch
+from _timing import gpu_ms, graph_ms, record
 
 from xtrain.kernels.cast import BFLOAT16, cast_fwd
 from xtrain.kernels.experts.expert_order import expert_order
@@ -56,11 +57,7 @@ def choose_experts(shape: Shape, skewed: bool):
 
 
 def torch_products(x, w, dy, counts):
-    """Return PyTorch's three products of P rows in the order of experts, or None without them."""
-    try:
-        import torch
-    except ImportError:
-        return None
+    """Return PyTorch's three products of P rows in the order of experts."""
     tensor = lambda a: torch.from_dlpack(a.view(np.int16)).view(torch.bfloat16)
     x, w, dy = map(tensor, (x, w, dy))
     offsets = torch.as_tensor(np.cumsum(counts), dtype=torch.int32, device="cuda")
@@ -102,17 +99,16 @@ def measure(name: str, shape: Shape, skewed: bool, outputs: int, inputs: int) ->
         lambda: matmul(dw[0], packed_dy, packed_x, trans_a=True),
     )
     text = f"P={P} E={E} O={outputs} I={inputs}" + " skewed" * skewed
-    rate = lambda f: 2e-9 * P * inputs * outputs / gpu_ms(f)[0]
+    rate = lambda ms: 2e-9 * P * inputs * outputs / ms
     for i, product in enumerate(("forward", "dx", "dw", "dw+=")):
-        ms = gpu_ms(ours[i])[0]
-        peer = rate(theirs[min(i, 2)]) if theirs else None
-        more = {"dense": round(rate(dense[min(i, 2)]), 1)}
-        value = 2e-9 * P * inputs * outputs / ms
+        ms = graph_ms(ours[i])[0]
+        peer = rate(gpu_ms(theirs[min(i, 2)])[0])
+        cublas = rate(graph_ms(dense[min(i, 2)])[0])
         record(
-            "bench_experts", f"{name}.{product}", shape=text, dtype="bf16", ms=ms, value=value,
-            unit="TFLOP/s", peer="torch._grouped_mm", peer_value=peer, **more,
+            "bench_experts", f"{name}.{product}", shape=text, dtype="bf16", ms=ms, value=rate(ms),
+            unit="TFLOP/s", peer="torch._grouped_mm", peer_value=peer, dense=round(cublas, 1),
         )  # fmt: skip
-        print(f"    dense {more['dense']:.0f} TFLOP/s")
+        print(f"    dense {cublas:.0f} TFLOP/s")
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ SMALL = hopper.Tiles(columns=64, stages=2, blocks=1, parts=1, together=2)
 VERSIONS = {"tiled": (tiled, np.float32), "tiled bf16": (tiled, BF16), "mma": (mma, BF16), "hopper": (hopper, BF16)}  # fmt: skip
 NEEDS = {"mma": 80, "hopper": 90}
 ROUTINGS = {
-    "two experts, one without tokens, one tile unused": (int32([[2], [0], [2]]), 3),
+    "two experts, one without tokens, one tile unused": (int32([[2]] * 70 + [[0]]), 3),
     "all tokens to one expert": (int32([[1]] * 5), 2),
     "more than a tile": (int32([[0]] * (TILE + 2)), 1),
 }
@@ -229,6 +229,8 @@ BUGS = {
     "sums of the tile before": ("make_consumer", "acc[i] = float32(0.0)", "acc[i] += float32(0.0)", UninitializedError, "y"),
     "rows of another warpgroup": ("make_consumer", "(warp_id() >> 2) * WARPGROUP_BYTES", "0", WRONG, "y"),
     "left operand not transposed": ("make_consumer", "True, product.left_transposed", "True, False", AsyncError, "dw"),
+    "padding passed over and not given back": ("make_consumer", "            mbarrier_arrive(base + FREE + 8 * stage)\n", "            pass\n", DeadlockError, "dx"),
+    "half a tile passed over": ("make_consumer", "64 * (warp_id() >> 2) >= end", "128 * (warp_id() >> 2) >= end", WRONG, "y"),
     "rows overwritten while they leave": ("make_tile_store", "done()  # of the part before, or the previous tile", "pass", AsyncError, "dx"),
     "end before the stores are read": ("make_consumer", "        stores_done()\n", "        pass\n", AsyncError, "y"),
     "gradient of a matrix without tokens not written": ("make_consumer", "not ADDED or steps > 0", "steps > 0", WRONG, "dw"),

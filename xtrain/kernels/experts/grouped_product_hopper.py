@@ -127,7 +127,8 @@ def layout_of(tiles: Tiles) -> Layout:
 @functools.cache
 def make_locate(product: Product, tiles: Tiles):
     """Return count(rows, columns, T, E), locate(tile, order, rows, columns, K, T): the
-    number of tiles; tile -> (first row, first column, expert, first of K, steps)
+    number of tiles; tile -> (first row, end of the rows that are not padding, first column, expert,
+    first of K, steps)
 
     rows, columns: of one expert's result.
     T: tiles of slots. E: experts. K: length of the third axis, of FORWARD and DX.
@@ -151,14 +152,16 @@ def make_locate(product: Product, tiles: Tiles):
         if OF_SLOTS:
             n, m = find_tile(tile, blocks_n, T, TOGETHER)
             e = experts[m]
-            steps = int32((K + BK - 1) // BK)
-            if e < 0:
-                steps = int32(0)
-            return int32(m * BM), int32(n * BN), e, int32(0), steps
+            steps = int32(0)
+            end = int32(0)
+            if e >= 0:
+                steps = int32((K + BK - 1) // BK)
+                end = int32(first[e] + counts[e])
+            return int32(m * BM), end, int32(n * BN), e, int32(0), steps
         e, rest = split(tile, ((rows + BM - 1) // BM) * blocks_n)
         m, n = split(rest, blocks_n)
         steps = int32((counts[e] + BK - 1) // BK)
-        return int32(m * BM), int32(n * BN), e, first[e], steps
+        return int32(m * BM), int32(rows), int32(n * BN), e, first[e], steps
 
     return count, locate
 
@@ -207,7 +210,7 @@ def make_producer(product: Product, tiles: Tiles):
         end = count(rows, columns, T, E)
         tile = int32(cuda.blockIdx.x)
         while tile < end:
-            row, column, e, k, steps = locate(tile, order, rows, columns, K, T)
+            row, _, column, e, k, steps = locate(tile, order, rows, columns, K, T)
             sequence = int32(0)
             if OF_SLOTS:
                 sequence = int32(e)
@@ -296,18 +299,33 @@ def make_consumer(product: Product, tiles: Tiles, result: Result):
     ADDED = result.added
 
     @device
+    def pass_over(base, it, steps):
+        """Free the stages of a tile without reading them. -> (iteration, steps left)"""
+        i = int32(0)
+        while opaque(i) < steps:
+            stage = it % STAGES
+            mbarrier_wait(base + FULL + 8 * stage, (it // STAGES) & 1)
+            cuda.syncwarp()  # all lanes have seen this phase
+            mbarrier_arrive(base + FREE + 8 * stage)
+            it += uint32(1)
+            i = int32(i + 1)
+        return it, int32(0)
+
+    @device
     def consume(base, maps, order, rows, columns, K, T, E):
         if cuda.threadIdx.x & 31 == 0:
             acquire_map(maps, OUT)
         acc = cuda.local.array(SIZE, float32)
         mine = base + LEFT + (warp_id() >> 2) * WARPGROUP_BYTES
         it = uint32(0)
-        end = count(rows, columns, T, E)
+        tiles_end = count(rows, columns, T, E)
         tile = int32(cuda.blockIdx.x)
-        while tile < end:
-            row, column, e, _, steps = locate(tile, order, rows, columns, K, T)
+        while tile < tiles_end:
+            row, end, column, e, _, steps = locate(tile, order, rows, columns, K, T)
             for i in range(SIZE):
                 acc[i] = float32(0.0)
+            if row + 64 * (warp_id() >> 2) >= end:  # this warpgroup has padding only
+                it, steps = pass_over(base, it, steps)
             before = uint32(0)
             i = int32(0)
             while opaque(i) < steps:
