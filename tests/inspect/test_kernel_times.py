@@ -1,6 +1,7 @@
 """The kernel table: names out of mangled ones, times laid beside launches, rates, busy share, the trace."""
 
 import json
+import math
 import types
 
 import numpy as np
@@ -29,6 +30,8 @@ from xtrain.kernels.attention import (
 )
 from xtrain.kernels.attention.flash_attention_hopper_table import HopperTiles
 from xtrain.kernels.attention.flash_attention_table import Tiles
+from xtrain.kernels.experts.grouped_product_hopper import TILES, Result, make_kernel
+from xtrain.kernels.experts.grouped_product_tiled import DW, DX, FORWARD
 from xtrain.kernels.primitives import tma
 from xtrain.kernels.runtime.cost import declare_cost, kernel_cost, product_cost
 from xtrain.nn.model import Transformer
@@ -189,7 +192,7 @@ def test_operations_and_bytes_of_attention_through_tensor_maps(monkeypatch):
     B, T, S, H, G, D = 2, 64, 100, 4, 2, 64
     maps, lse = array(64, 1, np.uint64), array(B * T * H, 2)
     dims = (D, H, T, B), (D, G, S, B), (D, G, S, B), (D, H, T, B), (256, 8)
-    specs = tuple(tma.TensorMapSpec(0, d, (), ()) for d in dims)
+    specs = tuple(tma.TensorMapSpec(0, d, (), (), 2 if len(d) == 4 else 4) for d in dims)
     monkeypatch.setattr(tma, "_evictable", {(0, specs): maps})
     kernel = flash_attention_hopper_bwd.make_dq_kernel(D, True, HopperTiles(64, 2, 2, 1, 1))
     cost = kernel_cost(kernel, (maps, lse))
@@ -198,6 +201,24 @@ def test_operations_and_bytes_of_attention_through_tensor_maps(monkeypatch):
     assert cost.nbytes == 2 * elements + 4 * 256 * 8 + maps.nbytes + lse.nbytes
     with pytest.raises(ValueError, match="does not come from tensor_maps"):
         kernel_cost(kernel, (lse,))
+
+
+def test_cost_of_grouped_products(monkeypatch):
+    """2 M O I operations for each; each array once, dw twice if it is added to."""
+    M, O, I, E = 256, 24, 40, 3  # noqa: E741
+    x, dy, w = (I, 1, M, 1), (O, 1, M, 1), (I, 1, O, E)
+    for kind, mapped, size in ((FORWARD, (x, w, dy), 2), (DX, (dy, w, x), 2), (DW, (dy, x, w), 4)):
+        maps = array(48, 1, np.uint64)
+        specs = tuple(
+            tma.TensorMapSpec(0, d, (), (), size if d == mapped[2] else 2) for d in mapped
+        )
+        monkeypatch.setattr(tma, "_evictable", {(0, specs): maps})
+        for added in (False, True):
+            kernel = make_kernel(kind, TILES[kind], Result(size == 4, added))
+            cost = kernel_cost(kernel, (maps,))
+            assert cost.flops == 2 * M * O * I
+            sizes = [math.prod(d) for d in mapped]
+            assert cost.nbytes == 2 * sum(sizes[:2]) + size * sizes[2] * (1 + added)
 
 
 def test_cost_of_a_product():

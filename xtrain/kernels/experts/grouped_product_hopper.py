@@ -392,8 +392,8 @@ def make_kernel(product: Product, tiles: Tiles, result: Result):
         return sum(sizes) + (sizes[OUT] if result.added else 0)
 
     def flops(maps, *_):
-        (left, _, slots, _), (right, *_) = (dims for dims, _ in tensors_of(maps)[:2])
-        return 2.0 * left * right * slots
+        (left, _, slots, _), _, (columns, *_) = (dims for dims, _ in tensors_of(maps))
+        return 2.0 * slots * left * columns
 
     declare_cost(grouped_product_hopper_kernel, nbytes=nbytes, flops=flops)
     return grouped_product_hopper_kernel
