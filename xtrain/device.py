@@ -267,6 +267,11 @@ def mapped_array(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, Any]:
     return here, cp.ndarray(shape, dtype, cp.cuda.MemoryPointer(owned, 0))
 
 
+def address_of(a: Array) -> int:
+    """Return the address of the first element."""
+    return a.ctypes.data if hasattr(a, "ctypes") else a.data.ptr
+
+
 def free_cached(device: str) -> None:
     """Return the unused blocks of the memory pool to the GPU."""
     if device == "gpu":

@@ -3,7 +3,7 @@
     python -m xtrain.export --model FOLDER --gguf FILE --type q8_0      a GGUF file, for llama.cpp and Ollama
     python -m xtrain.export --model ADAPTERS --merge FOLDER             LoRA adapters and their model as one model
     python -m xtrain.export --model FOLDER --folder OUT --dtype bfloat16     a Hugging Face folder in another dtype
-    python -m xtrain.export --model FOLDER --folder OUT --calibrate TEXT     the same model, to be served with --weights int4
+    python -m xtrain.export --model FOLDER --folder OUT --calibrate TEXT     for serving with --weights int4
 
 For transformers, vLLM and other programs that read Hugging Face folders no export is needed: every
 checkpoint is one, in float32.

@@ -1,5 +1,5 @@
-"""Engine(weights="int8"), fp8, int4 and nf4: a trained model keeps its perplexity and its greedy tokens, memory is freed, every kind of
-model can be served, and what cannot be is refused."""
+"""Engine(weights="int8"), fp8, int4 and nf4: a trained model keeps its perplexity and its greedy tokens,
+memory is freed, every kind of model can be served, and what cannot be is refused."""
 
 import gc
 import json
@@ -163,7 +163,9 @@ def test_batch_invariant(kind):
 SIM = dict(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=64, vocab_size=21)
 
 
-@pytest.mark.parametrize("kind, precision, most", [("int8", "bf16", 0.05), ("fp8", "fp32", 1e-5), ("int4", "bf16", 0.05)])
+@pytest.mark.parametrize(
+    "kind, precision, most", [("int8", "bf16", 0.05), ("fp8", "fp32", 1e-5), ("int4", "bf16", 0.05)]
+)
 @small_tiles()
 def test_logits_in_the_simulator(kind, precision, most):
     """Prefill and decoding with the kernels of a GPU against the reference on the CPU, with biases."""

@@ -82,7 +82,7 @@ def calibrate(model: Transformer, ids_BT: np.ndarray, kind: str) -> list[float]:
     """
     if any(p.quantized is not None for _, p in model.storage()):
         raise UserError("the model is quantized already: calibrate before quantizing")
-    alphas = []
+    alphas: list[float] = []
     with noted_inputs(model, max(1, ROWS // len(ids_BT))) as inputs, no_grad():
         for row in ids_BT:
             model.loss(row[None, :-1], row[None, 1:])

@@ -68,7 +68,8 @@ def few_rows(x_NK: Array, w_OK: Array | Quantized, fused: bool = False) -> bool:
     """
     if type(x_NK) is np.ndarray or is_batch_invariant() or not is_inference():
         return False
-    return _gemv.gemv_fits(*x_NK.shape, w_OK.dtype, kind_of(w_OK), fused)
+    N, K = x_NK.shape
+    return _gemv.gemv_fits(N, K, w_OK.dtype, kind_of(w_OK), fused)
 
 
 def few_exact_rows(x_NK: Array, w_OK: Array | Quantized, **kind) -> bool:

@@ -520,18 +520,15 @@ def _tree(module):
                     tensors[f"{name} {(rows, *item.declared_shape[1:])}"] += 1
             elif isinstance(item, Module):
                 children.append((path, _tree(item)))
-    total = sum(
-        sum(p.parts.values()) * math.prod(p.declared_shape[1:]) for _, p in module.storage()
-    )
+    stored = [p for _, p in module.storage()]
+    total = sum(sum(p.parts.values()) * math.prod(p.declared_shape[1:]) for p in stored)
     shown = (f"{n} x {line}" if n > 1 else line for line, n in tensors.items())
     lines = [", ".join([f"{type(module).__name__}: {total:,}", *shown])]
     for found, group in itertools.groupby(children, key=lambda child: child[1]):
         paths = [path for path, _ in group]
-        numbered = len(paths) > 2 or paths[-1][-1].isdigit()
-        if numbered and paths[1:]:
+        names = ", ".join(paths)
+        if len(paths) > 2 or (paths[1:] and paths[-1][-1].isdigit()):
             names = f"{paths[0]} to {paths[-1]}"
-        else:
-            names = ", ".join(paths)
         times = f"{len(paths)} x " if paths[1:] else ""
         lines.append(f"    {names}: {times}{found[0]}")
         lines += [f"    {line}" for line in found[1:]]

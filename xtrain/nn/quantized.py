@@ -2,8 +2,9 @@
 
     quantize_weights(model, "int8")      or fp8, int4, nf4; the same as Engine(model, weights="int8")
 
-kernels/quantize.py and kernels/four_bits.py explain the codes. A quantized matrix is another storage of the same Parameter:
-the forward does not change, and where it multiplies by the parameter, the product takes the codes.
+kernels/quantize.py and kernels/four_bits.py explain the codes. A quantized matrix is another storage
+of the same Parameter: the forward does not change, and where it multiplies by the parameter, the
+product takes the codes.
 What is not a Linear's matrix stays as it is:
 
     embedding    rows are looked up, not multiplied, and few bytes of it are read

@@ -66,7 +66,7 @@ def of_layer(setting: Any) -> Any:
     """Return a setting of a layer; of a config only what does not count the layers, or the experts,
     which a MixtureOfExperts has itself."""
     if isinstance(setting, ModelConfig):
-        of_one = dict.fromkeys(("no_rope_layers", "full_attention_layers"), ())
+        of_one: dict[str, Any] = {"no_rope_layers": (), "full_attention_layers": ()}
         return replace(setting, n_layers=1, **of_one, **NO_EXPERTS)
     return setting
 

@@ -151,8 +151,8 @@ class ReinforceConfig(AdapterOptions):
                     f"{getattr(self, name)}"
                 )
         n = len(self.tasks)
-        if len(self.weights) != n or not np.isfinite(self.weights).all():
-            weights = " ".join(map(str, self.weights))
+        if len(self.each_weight) != n or not np.isfinite(self.each_weight).all():
+            weights = " ".join(map(str, self.each_weight))
             raise UserError(
                 f"--reward-weights must be {n} numbers, one for each --task, got {weights}"
             )
@@ -216,7 +216,7 @@ class ReinforceConfig(AdapterOptions):
         return self.tasks[0] if len(self.tasks) == 1 else self.tasks
 
     @property
-    def weights(self) -> tuple[float, ...]:
+    def each_weight(self) -> tuple[float, ...]:
         """The weight of each of `tasks`."""
         return self.reward_weights or (1.0,) * len(self.tasks)
 

@@ -193,7 +193,7 @@ class ReinforceRun(Run):
                 "checkpoint with a smaller --lr (--resume --allow-change lr)"
             ) from None
         groups = [Group(x, episodes[i * n : (i + 1) * n]) for i, x in enumerate(prompts)]
-        reward(groups, self.tasks, self.config.weights, step, self.limits, failed)
+        reward(groups, self.tasks, self.config.each_weight, step, self.limits, failed)
         return groups
 
     @contextlib.contextmanager

@@ -278,7 +278,9 @@ def expert_loads(run: Record) -> str:
         largest = [
             {"step": line["step"], name: _largest_load(line.get(name))} for line in run.layers
         ]
-        points = [(x, y) for x, y in run.points(name, largest) if y is not None]
+        points: list[tuple[float, float | None]] = [
+            (x, y) for x, y in run.points(name, largest) if y is not None
+        ]
         lines.append(Curve(name.removeprefix(EXPERTS), points, by_depth(i, len(names))))
     return chart(run, "Largest expert load per layer", "times the mean of the layer", *lines)
 

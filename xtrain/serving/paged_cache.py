@@ -448,7 +448,8 @@ def _observed_heads(model: Transformer) -> list[Heads]:
     # products round a row differently if an expert computes it alone, or with others
     rounding = 1e-4 if hidden_NC.dtype == np.float32 else 0.02
     largest = float(np.abs(last_rows[0]).max())
-    if not np.allclose(*last_rows, rtol=0, atol=rounding * largest, equal_nan=True):
+    cached, plain = last_rows
+    if not np.allclose(cached, plain, rtol=0, atol=rounding * largest, equal_nan=True):
         raise UserError(
             "the engine cannot serve this model, one of whose layers reads other tokens without "
             "the KV cache: let it call `attend` or `attention` of its sequences"

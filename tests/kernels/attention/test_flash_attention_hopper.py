@@ -236,17 +236,19 @@ def test_what_the_driver_is_asked(monkeypatch):
 
     monkeypatch.setattr(tma, "_encoder", lambda: driver)
     described, spec = (
-        (4096, (64, 3, 100, 2), (128, 640, 64000), (64, 1, 16, 1)),
+        (4096, (64, 3, 100, 2), (128, 640, 64000), (64, 1, 16, 1), 2),
         tma.TensorMapSpec,
     )
     status = 0
     assert tma._encode(spec(*described)) == bytes([7]) * 128
     place, *rest = asked[0]
     assert place % 64 == 0
-    dims, strides, box = (list(x) for x in described[1:])
+    dims, strides, box = (list(x) for x in described[1:4])
     assert rest == [9, 4, 4096, dims, strides, box, [1] * 4, 0, 3, 3, 0]
-    tma._encode(spec(4096, (256, 3), (1024,), (128, 1)))  # float32, no swizzle
+    tma._encode(spec(4096, (256, 3), (1024,), (128, 1), 4))  # float32, no swizzle
     assert asked[1][1:] == [7, 2, 4096, [256, 3], [1024], [128, 1], [1] * 2, 0, 0, 3, 0]
+    tma._encode(spec(4096, dims, strides, (32, 1, 16, 1), 4))  # float32 tiles
+    assert asked[2][1:3] == [7, 4] and asked[2][6:] == [[32, 1, 16, 1], [1] * 4, 0, 3, 3, 0]
     status = 1
     with pytest.raises(
         RuntimeError, match=r"the driver rejected a tensor map of dims .* CUDA error 1"

@@ -86,7 +86,7 @@ def test_kernels(shape, dtype):
     check_swiglu(*shape, dtype)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3 if GPU else 5)
 @given(st.integers(1, 9), st.integers(1, 3), st.integers(3, 9), st.integers(1, 70))
 def test_kernels_for_any_shape(N, K, E, C):
     check_rows(N, K, E, C, np.float32)

@@ -222,7 +222,7 @@ BUGS = {
     "rows of the tile before": ("make_producer", "column, k, sequence)", "row, k, sequence)", WRONG, "y"),
     "stage not waited for": ("make_producer", "mbarrier_wait(base + FREE + 8 * stage, ((it // STAGES) & 1) ^ 1)", "pass", AsyncError, "dx"),
     "bytes of one operand": ("make_producer", "LEFT_BYTES + RIGHT_BYTES)", "LEFT_BYTES)", KernelError, "y"),
-    "step read before it has come": ("make_consumer", "mbarrier_wait(base + FULL + 8 * stage, (it // STAGES) & 1)", "pass", UninitializedError, "y"),
+    "step read before it has come": ("make_consumer", "mbarrier_wait(base + FULL + 8 * stage, (it // STAGES) & 1)\n                left", "left", UninitializedError, "y"),
     "stage given back too early": ("make_consumer", "wait_but_one()", "pass", AsyncError, "dx"),
     "last stage kept": ("make_consumer", "if steps > 0:\n", "if steps > 9:\n", DeadlockError, "dx"),
     "sums read before they are complete": ("make_consumer", "wait(acc)\n", "pass\n", AsyncError, "y"),

@@ -79,7 +79,7 @@ def test_kernels(shape, dtype, renormalized):
     check_kernels(*shape, dtype, renormalized)
 
 
-@settings(max_examples=10)
+@settings(max_examples=3 if GPU else 10)
 @given(st.integers(1, 20), st.integers(1, 70), st.integers(1, 9), st.booleans())
 def test_kernels_for_any_shape(N, E, K, renormalized):
     check_kernels(N, E, min(K, E), np.float32, renormalized)

@@ -201,6 +201,6 @@ def expert_gemv(
     arrays = a, x_NC.reshape(-1), gate_up_EGC.reshape(-1), experts_P, weights_P
     launch(up, (-(-F // WARPS), N * K), BLOCK, *arrays, overlap=overlap)
     down = make_down_kernel(C, F, K, overlap)
-    arrays = y, a, down_ECF.reshape(-1), experts_P
-    launch(down, (-(-C // WARPS), N), BLOCK, *arrays, overlap=overlap)
+    of_down = y, a, down_ECF.reshape(-1), experts_P
+    launch(down, (-(-C // WARPS), N), BLOCK, *of_down, overlap=overlap)
     return y_NC

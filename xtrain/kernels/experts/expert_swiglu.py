@@ -180,8 +180,8 @@ def expert_swiglu_bwd(
     M, F = _check(op, gu_M2F, weights_NK, order)
     check_array(op, "g", g_MF, (M, F), (dtype_name(gu_M2F.dtype),))
     if on_host(g_MF, gu_M2F, weights_NK, *order):
-        arrays = wide(g_MF), wide(gu_M2F), weights_NK, order.pairs_M
-        dgu_M2F, dweights_NK, g_MF[...] = expert_swiglu_bwd_ref(*arrays)
+        given = wide(g_MF), wide(gu_M2F), weights_NK, order.pairs_M
+        dgu_M2F, dweights_NK, g_MF[...] = expert_swiglu_bwd_ref(*given)
         return dgu_M2F.astype(gu_M2F.dtype, copy=False), dweights_NK
     dgu_M2F = empty_like(gu_M2F)
     dweights_NK = empty_like(weights_NK)

@@ -24,7 +24,7 @@ import math
 
 import numpy as np
 
-from ...device import Array, cupy
+from ...device import Array, address_of, cupy
 from ...simulator import SimArray
 from ..runtime.compiler import cuda, float32, int64, uint32
 from ..runtime.launch import launch
@@ -130,11 +130,6 @@ def on_16_bytes(*arrays: Array) -> bool:
 def same_place(a: Array, b: Array) -> bool:
     """Return True if a and b, which have the same shape, are views of the same elements."""
     return address_of(a) == address_of(b) and a.strides == b.strides
-
-
-def address_of(a: Array) -> int:
-    """Return the address of the first element."""
-    return a.ctypes.data if hasattr(a, "ctypes") else a.data.ptr
 
 
 def row_step(x: Array) -> int | None:

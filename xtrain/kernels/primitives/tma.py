@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...device import Array, cupy
+from ...device import Array, address_of, cupy
 from ...simulator import SimArray, sim
-from ..runtime.launch import instead
-from .flat import address_of
+from ..runtime.instead import instead
 from .hopper import MAP_WORDS, PANEL_ROW
 from .hopper_simulated import simulated_map
 

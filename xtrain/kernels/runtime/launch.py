@@ -41,6 +41,7 @@ from .compile import (
 )
 from .compiler import COMPILER, from_dtype, types
 from .cost import Cost, kernel_cost
+from .instead import instead
 from .invariance import is_batch_invariant
 from .overlap import launch_overlapping, launch_resident, overlapping
 
@@ -78,23 +79,6 @@ def empty(like: Array, shape, dtype=None) -> Array:
     The simulator fills it with NaN (integers: 0x7F bytes), so that reading it before writing shows.
     """
     return _allocate(like, shape, like.dtype if dtype is None else np.dtype(dtype))
-
-
-class _Instead(threading.local):
-    """What this thread calls instead.
-
-    allocate(shape, dtype): of CuPy's empty.
-    launch(kernel, grid, block, args, shared, overlap, resident): of launching.
-    derive(make, addresses, n, dtype): of make(addresses), an array of n elements that depends on
-        addresses of arrays and on the stream.
-    """
-
-    allocate: "Callable[[Any, np.dtype], Array] | None" = None
-    launch: "Callable[..., None] | None" = None
-    derive: "Callable[[Callable, list[int], int, np.dtype], Array] | None" = None
-
-
-instead = _Instead()
 
 
 def _allocate(like, shape, dtype):
