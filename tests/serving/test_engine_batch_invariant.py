@@ -15,7 +15,7 @@ from xtrain.device import to_device
 from xtrain.kernels import gemm
 from xtrain.nn import functions
 
-EXPERTS = {"n_experts": 5, "experts_per_token": 2}
+MIXTURE = dict(n_experts=5, experts_per_token=2, expert_bias=True)
 SCALINGS = (None, LLAMA3, {"rope_type": "linear", "factor": 2.0})
 
 
@@ -41,7 +41,7 @@ def test_any_model_and_any_requests(data):
         dim=draw(st.sampled_from([24, 32, 100])), hidden_dim=draw(st.sampled_from([40, 65, 192])),
         n_layers=draw(st.integers(1, 2)), qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()), tie_embeddings=draw(st.booleans()),
         rope_scaling=draw(st.sampled_from(SCALINGS)), max_seq_len=80,
-        **draw(st.sampled_from([{}, GEMMA3, EXPERTS])) | dict(sliding_window=draw(st.sampled_from([0, 0, 1, 20]))),
+        **draw(st.sampled_from([{}, GEMMA3, MIXTURE])) | dict(sliding_window=draw(st.sampled_from([0, 0, 1, 20]))),
     )  # fmt: skip
     model = random_model(config, draw(st.integers(0, 9)), "cpu")
     lengths = draw(st.lists(st.integers(1, 50), min_size=1, max_size=5))
