@@ -222,7 +222,8 @@ class PreferRun(FinetuneRun):
         c = self.config
         self.loss_of = loss_named(c.loss)
         self.has_reference = c.loss not in WITHOUT_REFERENCE
-        self.new_adapters = c.lora > 0 and not (c.init and is_adapter(Path(c.init)))
+        new = c.lora > 0 and not (c.init and is_adapter(Path(c.init)))
+        self.new_adapters = new and c.lora_init != "pissa"  # which changes the frozen model
         self.reference: dict[str, np.ndarray] | None = None
         self.sums: list[np.ndarray] = []
         self.kl = 0.0
