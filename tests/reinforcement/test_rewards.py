@@ -136,6 +136,7 @@ def test_what_a_call_may_return(task):
         ([None, math.nan], "returned the reward nan"),
         ([1, 10**400], r"returned \[1, 1000"),
         (map(lambda x: x, [1.0, math.inf]), "returned the reward inf"),
+        ([1e308, 0], r"returned the reward 1e\+308, which is larger than 1e\+30, for"),
         (map(lambda x: 1 / x, [1, 0]), "raised ZeroDivisionError"),
         ("10", "returned '10', not a list of numbers"),
         ([Unreadable(), 1], r"returned \[<.*>, 1\], not a list of numbers"),

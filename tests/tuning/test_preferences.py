@@ -12,7 +12,7 @@ import tokenizers
 import torch
 import twins
 from checks import rng
-from runs import SILENT, assert_same_run, metrics
+from runs import SILENT, assert_same_run, checkpoints, metrics
 
 from xtrain.data.chat_template import ChatTemplate
 from xtrain.data.tokenizer import Tokenizer
@@ -343,6 +343,17 @@ def test_a_loss_of_ones_own(tmp_path, folder, monkeypatch):
         for i, name in enumerate(names)
     ]
     assert metrics(runs[0]) == metrics(runs[1])
+
+
+def test_a_run_is_saved_before_a_loss_ends_it(tmp_path, folder, monkeypatch):
+    left = iter(range(2))
+    own = lambda x, options: LOSSES["dpo"](x, options) if next(left, None) is not None else 1 / 0
+    monkeypatch.setitem(sys.modules, "a_loss", types.SimpleNamespace(own=own))
+    data = write(tmp_path / "d.jsonl", *pairs())
+    config = config_of(folder, tmp_path, data, loss="a_loss:own", eval_every=0, save_every=0, micro_batch=4)  # fmt: skip
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        prefer(config, SILENT)
+    assert checkpoints(tmp_path / "run") == ["step-000002"]
 
 
 def test_what_the_command_refuses(tmp_path, folder, capsys):

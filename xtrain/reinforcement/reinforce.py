@@ -41,7 +41,7 @@ from rich.console import Console
 
 from ..cli import say
 from ..device import Array, to_device, to_numpy
-from ..errors import UserError
+from ..errors import FunctionError, UserError
 from ..formats.saved_runs import Saved, model_folder
 from ..kernels.cross_entropy import IGNORE
 from ..kernels.decoding.sampling import UNCHANGED
@@ -215,22 +215,23 @@ class ReinforceRun(Run):
         """Draw completions and reward them; with --off-policy also those of the next step. Raises
         StepAbandoned; the next call draws the same."""
         if self.pending is None:
-            self.pending = self.at_position(self.done + 1)
+            self.pending = self.rollouts(self.done + 1)
         drawn = self.pending
         ahead = None
         if self.config.off_policy and self.done + 1 < self.config.steps:
-            ahead = self.at_position(self.done + 2)
+            ahead = self.rollouts(self.done + 2)
         self.current = drawn
         self.pending = ahead
         return drawn.batch
 
-    def at_position(self, step: int) -> Drawn:
-        """Return the rollouts of a step. Raises StepAbandoned; the next call draws the same."""
-        position = self.loader.state_dict()
+    @contextlib.contextmanager
+    def undone_if_it_fails(self) -> Iterator[None]:
+        pending = self.pending
         try:
-            return self.rollouts(step)
-        except StepAbandoned:
-            self.loader.load_state_dict(position)
+            with super().undone_if_it_fails():
+                yield
+        except (FunctionError, StepAbandoned):
+            self.pending = pending
             raise
 
     def rollouts(self, step: int) -> Drawn:
@@ -402,7 +403,12 @@ class ReinforceRun(Run):
             self.measured = []
             # an update counts as one of max_skips only with the step that it belongs to
             self.skips_in_a_row.fill(self.skips_in_a_row_read)
-            loss, norm = self.update(batch)
+            try:
+                loss, norm = self.update(batch)
+            except FunctionError as error:
+                if i:  # the step has changed the weights: there is nothing to save
+                    raise UserError(str(error)) from error
+                raise
             losses.append(float(to_numpy(loss)[0]))
             norms.append(float(to_numpy(norm)[0]))
             if i == 0:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ..cli import say
 from ..device import Array, to_device, to_numpy
-from ..errors import UserError
+from ..errors import FunctionError, UserError
 from ..formats.adapters import is_adapter
 from ..formats.saved_runs import Saved
 from ..kernels.cross_entropy import IGNORE
@@ -137,11 +137,12 @@ def loss_named(name: str) -> Loss:
         try:
             found = function(answers, options)
         except (Exception, SystemExit) as error:
-            raise UserError(f"--loss {name} raised {described(error)}: fix the function") from error
+            what = f"--loss {name} raised {described(error)}: fix the function"
+            raise FunctionError(what) from error
         shape = answers.logprobs.shape
         expected = shape[:1], shape, shape
         if not isinstance(found, Losses) or tuple(map(np.shape, vars(found).values())) != expected:
-            raise UserError(
+            raise FunctionError(
                 f"--loss {name} must return Losses of shapes {expected}, got "
                 f"{one_line(repr(found))}: fix the function"
             )
