@@ -219,6 +219,9 @@ def test_answers_with_a_label(tmp_path, tokenizer):
     assert sorted(other) == sorted(said) and all(a != b for a, b in zip(said, other))
 
 
+OTHER = {"role": "user", "content": "subtract"}
+
+
 def test_bad_preferences_are_named(tmp_path, tokenizer):
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     cases = [
@@ -228,7 +231,11 @@ def test_bad_preferences_are_named(tmp_path, tokenizer):
         (False, pair | {"chosen": " "}, "is empty"),
         (False, pair | {"chosen": 7}, "must be a string, not int"),
         (False, {"chosen": "b", "rejected": "c"}, 'has no field "prompt"'),
-        (False, {"chosen": [USER], "rejected": [USER, BAD]}, "has no message of the assistant"),
+        (False, {"chosen": [USER], "rejected": [USER, BAD]}, '"chosen" must be an answer to the prompt'),
+        (False, {"chosen": [USER, GOOD], "rejected": [OTHER, BAD]}, "has no prompt that its answers share"),
+        (False, {"prompt": [USER], "chosen": [GOOD], "rejected": [OTHER, BAD]}, '"rejected" must be an answer'),
+        (False, {"chosen": [GOOD], "rejected": [BAD]}, "has no prompt that its answers share"),
+        (True, {"prompt": [USER], "completion": [OTHER, BAD], "label": True}, '"completion" must be an answer'),
         (True, {"prompt": "a", "completion": "b"}, '"label" must be true or false, got None'),
         (True, {"completion": "b", "label": True}, 'has no field "prompt"'),
     ]  # fmt: skip

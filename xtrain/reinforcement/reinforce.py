@@ -323,8 +323,8 @@ class ReinforceRun(Run):
         of_tasks = np.concatenate([x.of_tasks for x in groups], axis=1)
         for name, own in zip(names_of(c.tasks), of_tasks):
             total, count = self.ranks.sum([float(np.nansum(own)), float(np.isfinite(own).sum())])
-            if len(c.tasks) > 1:
-                numbers[f"rewards/{name}"] = total / max(count, 1)
+            if len(c.tasks) > 1 and count:
+                numbers[f"rewards/{name}"] = total / count
         return numbers
 
     def logged(self, groups: list[Group], batch: Rollouts, step: int) -> list[dict[str, Any]]:
@@ -492,9 +492,12 @@ class ReinforceRun(Run):
             groups = self.rewarded(mine, self.failed, self.done)
         rewards = np.array([x.rewards for x in groups])
         total, n = r.sum([float(np.nansum(rewards)), float(np.isfinite(rewards).sum())])
-        reward = total / max(n, 1)
+        reward = float("nan")  # of no completion
+        sentence = "no validation reward: no completion has one"
+        if n:
+            reward = total / n
+            sentence = f"validation reward {reward:.4f}, of {n:.0f} prompts at temperature 0"
         self.val_loss = self.done, -reward
-        sentence = f"validation reward {reward:.4f}, of {n:.0f} prompts at temperature 0"
         log.measured(self.done, {"val_reward": reward}, sentence)
 
     def sample(self) -> str:
@@ -510,7 +513,8 @@ class ReinforceRun(Run):
         except (CallError, Interrupted) as error:
             return f"{self.corpus.tokenizer.decode(prompt.ids)}\nno reward: {error}"
         text = self.corpus.tokenizer.decode(group.episodes[0].tokens)
-        return f"{text}\nreward {group.rewards[0]:g}"
+        reward = group.rewards[0]
+        return f"{text}\n" + ("no reward" if np.isnan(reward) else f"reward {reward:g}")
 
 
 def seed_of(seed: int, *numbers: int) -> int:
