@@ -184,9 +184,8 @@ def test_another_file_of_the_same_name_is_another_model(tokenizer, tmp_path):
     config = read_config(first)
     (tmp_path / "other").mkdir()
     _, other = written(CONFIGS["llama"], tokenizer, tmp_path / "other")
-    copies = [
-        model_folder(Path(shutil.copy(other, tmp_path / name))) for name in ("b.gguf", "c.gguf")
-    ]
+    copies = [Path(shutil.copy(other, tmp_path / name)) for name in ("b.gguf", "c.gguf")]
+    kept, _ = map(model_folder, copies)
     (tmp_path / "c.gguf").unlink()
     other.replace(path)
     second = model_folder(path)

@@ -257,7 +257,7 @@ class Conversation:
         """Yield function and number of the message of each call that the template leaves out of
         what is trained: it is rendered with other names, which no text has."""
         messages = copy.deepcopy(self.messages)
-        names = {}
+        names: dict[str, tuple[str, int]] = {}
         for i in self.trained:
             for call in messages[i].get("tool_calls") or ():
                 function = call.get("function", call)

@@ -224,16 +224,6 @@ class ReinforceRun(Run):
         self.pending = ahead
         return drawn.batch
 
-    @contextlib.contextmanager
-    def undone_if_it_fails(self) -> Iterator[None]:
-        pending = self.pending
-        try:
-            with super().undone_if_it_fails():
-                yield
-        except (FunctionError, StepAbandoned):
-            self.pending = pending
-            raise
-
     def rollouts(self, step: int) -> Drawn:
         """Draw completions of a step and reward them. With --dynamic-sampling, groups of equal
         rewards are replaced by those of the next prompts."""
@@ -392,6 +382,15 @@ class ReinforceRun(Run):
     def step(self) -> StepResult:
         """Rollouts, rewards, updates. Raises UserError if the task fails, or if --exact does not
         hold."""
+        pending = self.pending
+        try:
+            return self.make_step()
+        except (FunctionError, StepAbandoned):
+            self.pending = pending
+            raise
+
+    def make_step(self) -> StepResult:
+        """Make a step, which the caller takes back if it fails."""
         self.parallel.report_progress()
         self.phase_timer.begin("data")
         batch = self.next_batch()

@@ -128,15 +128,26 @@ class Loop:
 
     def step(self, last: int) -> None:
         """Make a step, and what is due after it. last: the step at which this process ends."""
-        with self.run.undone_if_it_fails():
-            result = self.run.step()
-        self.unread.append(result)
+        self.unread.append(self.made_step())
         self.stopping = self.stop_requested()
         due = self.due(last)
         if due or len(self.unread) == self.read_every:
             self.read_numbers()
             self.between_steps(due)
             self.since = time.perf_counter()
+
+    def made_step(self) -> StepResult:
+        """Return the result of a step. If it fails before it has changed the weights, the run is in
+        the state after the step before."""
+        run = self.run
+        position = run.loader.state_dict()
+        t = run.optimizer.t
+        try:
+            return run.step()
+        except (FunctionError, StepAbandoned):
+            run.loader.load_state_dict(position)
+            run.optimizer.t = t
+            raise
 
     def end_early(self, error: StepAbandoned) -> None:
         """Write a checkpoint of the last step. Then raise the error, unless the run was only to

@@ -1,7 +1,6 @@
 """One training run: model, optimizer and data, the training step, and the state that a checkpoint
 holds."""
 
-import contextlib
 import functools
 import gc
 import json
@@ -18,7 +17,7 @@ from ..config import SHAPES, ModelConfig, ResolvedConfig, TrainConfig, may_chang
 from ..data.batches import Batch
 from ..data.dataset import Corpus
 from ..device import Array, HostCopies, device_name, free_cached, to_device, to_numpy
-from ..errors import FunctionError, UserError
+from ..errors import UserError
 from ..formats.saved_runs import Saved
 from ..kernels.cross_entropy import IGNORE
 from ..kernels.elementwise import add_fwd
@@ -176,19 +175,6 @@ class Run:
         else:
             counts = fp8.last_counts_K.copy()
         return StepResult(self.done, loss, norm, self.optimizer.lr, fp8_counts=counts)
-
-    @contextlib.contextmanager
-    def undone_if_it_fails(self) -> Iterator[None]:
-        """Put the run back to the step before if a user's function fails inside, or the step is
-        abandoned. The weights must not have changed yet."""
-        position = self.loader.state_dict()
-        t = self.optimizer.t
-        try:
-            yield
-        except (FunctionError, StepAbandoned):
-            self.loader.load_state_dict(position)
-            self.optimizer.t = t
-            raise
 
     def update(self, batch: Any) -> tuple[Array, Array]:
         """Update the weights once. batch: see `next_batch`.  -> as `train_step`"""
