@@ -46,7 +46,7 @@ from ..kernels.quantize import dense
 from ..kernels.runtime.launch import empty
 from . import functional as F
 from .model import Transformer
-from .modules import Embedding, Linear, Module, Parameter
+from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 from .tensor import Tensor
 
 TARGETS_OF_MLP = ("gate_proj", "up_proj", "down_proj")
@@ -91,6 +91,8 @@ class Lora:
             raise UserError(
                 f"LoRA targets {unknown or '()'} are not known: choose some of {', '.join(known)}"
             )
+        if "" in self.modules_to_save:
+            raise UserError("a name of --lora-modules-to-save is empty: give an end of a name")
         tables = [name for name in TABLES if name in self.targets]
         if tables and (self.dora or name_ends(tables[0], self.modules_to_save)):
             raise UserError(
@@ -343,7 +345,7 @@ class AdaptedTransformer(Transformer):
             adapted.start(device)
 
     def _check(self, lora: Lora) -> None:
-        c = self.config
+        """Raise UserError for options that this model does not allow."""
         inside = [name for name in lora.targets if name in TARGETS_OF_MLP]
         if self.config.n_experts and inside:
             others = " ".join(name for name in TARGETS if name not in TARGETS_OF_MLP)
@@ -352,7 +354,7 @@ class AdaptedTransformer(Transformer):
                 f"--lora-targets {others}"
             )
         tables = [x for x in TABLES if x in lora.targets or name_ends(x, lora.modules_to_save)]
-        if tables and c.tie_embeddings:
+        if tables and self.config.tie_embeddings:
             raise UserError(
                 f"embedding and head are one matrix in this model, which training {tables[0]} "
                 "would divide: leave it out"
@@ -361,10 +363,9 @@ class AdaptedTransformer(Transformer):
             raise UserError(
                 "PiSSA is not supported with quantized --weights: leave one of them out"
             )
-        saved = [n for n, _ in self.storage() if is_norm(f"{n}weight")]
-        if huggingface.offset_of_norms(self) and any(
-            name_ends(n.rstrip("."), lora.modules_to_save) for n in saved if lora.modules_to_save
-        ):
+        names = [path.rstrip(".") for path, _ in self.storage() if is_norm(f"{path}weight")]
+        saved = [name for name in names if name_ends(name, lora.modules_to_save)]
+        if saved and huggingface.offset_of_norms(self):
             raise UserError(
                 "the norms of a Gemma cannot be trained with adapters, whose files hold them minus "
                 "1: leave them out of --lora-modules-to-save"
@@ -407,7 +408,7 @@ class AdaptedTransformer(Transformer):
             elif isinstance(module, Linear):
                 if lora.bias == "all" and module.bias is not None and module not in inner:
                     self._copy(module, "bias")
-            else:
+            elif module is self or isinstance(module, (Embedding, RMSNorm)):
                 for attribute, item in list(vars(module).items()):
                     name = attribute if module is self else path.rstrip(".")
                     ends = [end for end in lora.modules_to_save if name.endswith(end)]
@@ -442,6 +443,11 @@ class AdaptedTransformer(Transformer):
             w = base[f"{module}.weight"]
             r, factor = ranks.of(module)
             values = to_numpy(w.data).astype(np.float32)
+            if r > min(values.shape):
+                raise UserError(
+                    f"PiSSA of {module} needs a rank of at most {min(values.shape)}, got {r}: give "
+                    "a smaller one"
+                )
             a_rI, b_Or = principal_factors(values, r)
             a.data = to_device(a_rI * np.float32(factor**-0.5), device)
             trained[module + B].data = to_device(b_Or * np.float32(factor**-0.5), device)
