@@ -95,7 +95,7 @@ WRONG = {
     "--dtype fp16": "bf16", "--precision half": "bf16", "--device cuda:1": "CUDA_VISIBLE_DEVICES=1", "--steps 2.5": "whole number",
     "--batch 1.5e0": "whole number", "--layers 0": "--layers must be positive", "--heads 3": "not divisible",
     "--kv-heads 3": "n_kv_heads 3", "--qwertz": "--help lists all",
-    "--steps abc": "--steps abc: give a whole number", "--lr fast": "--lr fast: give a number", "--steps": "--steps has no value",
+    "--steps abc": "--steps abc: give a whole number", "--lr fast": "--lr fast: give a number", "--steps": "--steps has no value", "--lr -inf": "if it is to be -inf, write --lr=-inf",
     "--schedule linear": "give one of cosine, wsd", "--zero 2": "give one of 0, 1", "--qk-norm maybe": "give one of true, false",
     "--graph=1": "--graph or --no-graph", "-n 3": "there is no option -n", "words": "'words' belongs to no option",
     "--eval-tasks a --eval-tasks b": "given twice",

@@ -21,6 +21,10 @@ class UserError(ValueError):
     exits with 2."""
 
 
+class FunctionError(UserError):
+    """A user's function that has failed during a run, which is saved before it ends."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Is this an out-of-memory error of Python, NumPy, CuPy, the driver, cuBLAS or NCCL?"""
     return isinstance(error, MemoryError) or (

@@ -23,6 +23,7 @@ from .device import resolve_device
 from .errors import UserError
 from .formats.adapters import base_folder, is_adapter, source_of
 from .formats.gguf_file import write
+from .formats.gguf_tensors import shown
 from .formats.huggingface import save, stored_dtype
 from .formats.saved_runs import model_folder
 from .nn.calibration import calibrate
@@ -102,8 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
     folder = model_folder(Path(options.model), say)
     if options.merge and not is_adapter(folder):
         raise UserError(
-            f"{folder} has no adapter_config.json, so there is nothing to merge: give the folder "
-            "of adapters, or --folder"
+            f"{shown(folder)} holds no adapters, so there is nothing to merge: give the folder of "
+            "adapters, or --folder"
         )
     if options.gguf and options.calibrate:
         raise UserError("--calibrate is for --merge and --folder: leave it out with --gguf")
@@ -113,14 +114,14 @@ def main(arguments: list[str] | None = None) -> int:
         dtype = write_folder(folder, out, options.dtype, options.change, calibration)
         merged = ""
         if is_adapter(folder):
-            merged = f" and {base_folder(folder)}, merged"
-        print_text(f"{outputs[0]}: {folder}{merged}, {dtype}")
+            merged = f" and {shown(base_folder(folder))}, merged"
+        print_text(f"{outputs[0]}: {shown(folder)}{merged}, {dtype}")
         return 0
     if options.dtype != "auto":
         raise UserError("--dtype is for --merge and --folder: give --type for a GGUF file")
     path = Path(options.gguf)
     write(folder, path, options.type)
-    print_text(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {options.type}, from {folder}")
+    print_text(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {options.type}, from {shown(folder)}")
     return 0
 
 

@@ -20,7 +20,8 @@ GROUPS = {
     "the data": "data text-key strict-data verify-data vocab-size tokenizer val-data val-share mix train-answers "
     "bad-records too-long pack show chat-template chat-template-kwargs",
     "the model": "preset depth dim layers heads kv-heads head-dim hidden-dim qk-norm tie-embeddings init change "
-    "lora lora-alpha lora-targets lora-rank-pattern lora-alpha-pattern lora-rslora lora-dora weights draft-heads",
+    "lora lora-alpha lora-targets lora-rank-pattern lora-alpha-pattern lora-rslora lora-dora "
+    "lora-bias lora-modules-to-save lora-init weights draft-heads",
     "rollouts": "group max-new-tokens stop-strings environment max-turns temperature top-p top-k min-p logprobs-of "
     "exact off-policy rollout-batch rollouts-every",
     "rewards": "task reward-weights reward-timeout reward-errors",

@@ -49,6 +49,8 @@ OTHER_NAMES = {  # xtrain's name -> what others call it
     "lora-targets": "lora-target-modules target-modules",
     "lora-rslora": "use-rslora rslora",
     "lora-dora": "use-dora dora",
+    "lora-modules-to-save": "modules-to-save",
+    "lora-init": "init-lora-weights",
     "lora-rank-pattern": "rank-pattern",
     "lora-alpha-pattern": "alpha-pattern",
     "group": "num-generations",

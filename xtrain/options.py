@@ -124,7 +124,10 @@ def _texts(option: Option, after_name: str | None, rest: list[str]) -> list[str]
     if option.values != "all":
         n = min(n, 1)
     if n == 0 and (option.values != "all" or option.name in PATHS):
-        raise UserError(f"--{option.name} has no value: give one, or omit the option")
+        how = "give one, or omit the option"
+        if rest and re.match("-[^-]", rest[0]):
+            how = f"if it is to be {one_line(rest[0])}, write --{option.name}={one_line(rest[0])}"
+        raise UserError(f"--{option.name} has no value: {how}")
     texts = rest[:n]
     del rest[:n]
     return texts

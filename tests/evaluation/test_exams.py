@@ -165,17 +165,18 @@ def test_a_chat_model_is_asked(tmp_path, capsys):
     for file, more, kind in (
         (chat, [], "chat"),
         (chat, ["--chat-template", "model"], "chat"),
+        (lines(tmp_path / "p.jsonl", {"prompt": [user], "answer": said}), [], "question"),
+        (lines(tmp_path / "s.jsonl", {"conversations": [{"from": "human", "value": "def f"}], "answer": said}), [], "chat"),
         (plain, ["--chat-template", "model"], "question"),
         (plain, ["--chat-template", "chatml"], "question"),
-    ):
+    ):  # fmt: skip
         (found,) = results(capsys, tmp_path, folder, file, *asked, *more)
         assert found["kind"] == kind and found["items"][0]["text"] == said
     (found,) = results(capsys, tmp_path, folder, plain, "--max-new-tokens", 8)
     assert found["items"][0]["text"] != said
-    row = {"prompt": "def f", "choices": CHOICES, "answer": 1}
+    row = {"prompt": [user], "choices": CHOICES, "answer": 1}
     file = lines(tmp_path / "quiz.jsonl", row)
-    more = ["--chat-template", "model", "--system", "x"]
-    (found,) = results(capsys, tmp_path, folder, file, *more)
+    (found,) = results(capsys, tmp_path, folder, file, "--system", "x")
     text = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
     want = [loglikelihood(model, tokenizer, text, choice)[0] for choice in CHOICES]
     np.testing.assert_allclose(found["items"][0]["logprobs"], want, atol=2e-4)

@@ -1,10 +1,14 @@
 """GGUF files as models: what xtrain and the package gguf have written is read back, weight by weight."""
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 from test_gguf_file import CONFIGS, TEXT, export, saved
 from twins import GEMMA3, random_model, small
 
+import xtrain.export
 import xtrain.generate
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
@@ -177,10 +181,23 @@ def test_another_file_of_the_same_name_is_another_model(tokenizer, tmp_path):
     _, path = written(CONFIGS["qwen3"], tokenizer, tmp_path)
     first = model_folder(path)
     assert model_folder(path) == first
+    config = read_config(first)
     (tmp_path / "other").mkdir()
     _, other = written(CONFIGS["llama"], tokenizer, tmp_path / "other")
+    copies = [Path(shutil.copy(other, tmp_path / name)) for name in ("b.gguf", "c.gguf")]
+    kept, _ = map(model_folder, copies)
+    (tmp_path / "c.gguf").unlink()
     other.replace(path)
-    assert read_config(model_folder(path)) != read_config(first)
+    second = model_folder(path)
+    assert read_config(second) != config
+    # the cache keeps no folders of files that are gone
+    assert set(second.parent.iterdir()) == {second, kept}
+
+
+def test_a_message_names_the_file(tokenizer, tmp_path, capsys):
+    _, path = written(CONFIGS["qwen3"], tokenizer, tmp_path)
+    assert xtrain.export.main(["--model", str(path), "--merge", str(tmp_path / "x")]) == 2
+    assert f"{path} holds no adapters" in capsys.readouterr().err
 
 
 def test_what_cannot_be_read_is_one_sentence(tokenizer, tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checks import rng
-from runs import SILENT, metrics
+from runs import SILENT, assert_same_run, checkpoints, metrics
 
 from examples import high_entropy
 from xtrain.errors import UserError
@@ -225,6 +225,28 @@ def test_a_bad_algorithm_is_one_sentence(words, folder, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=words) as caught:
         run_of(folder, tmp_path, algorithm="examples.high_entropy:ALGORITHM")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "field, calls, more",
+    [("objective", 1, {}), ("weights", 1, {}), ("advantages", 2, dict(off_policy=1, steps=3))],
+)
+def test_a_run_is_saved_before_an_algorithm_ends_it(field, calls, more, folder, tmp_path, monkeypatch):  # fmt: skip
+    """The function fails in the second step; when it is fixed, the run continues as if it had not."""
+    function = getattr(GRPO, field)
+    own = lambda f: monkeypatch.setattr(high_entropy, "ALGORITHM", replace(GRPO, **{field: f}))
+    left = iter(range(calls))
+    options = dict(algorithm="examples.high_entropy:ALGORITHM", save_every=0, sample_every=None, micro_batch=8) | more  # fmt: skip
+    own(function)
+    whole, _ = run_of(folder, tmp_path / "a", **options)
+    own(lambda x: function(x) if next(left, None) is not None else 1 / 0)
+    with pytest.raises(UserError, match=f"{field} raised ZeroDivisionError"):
+        run_of(folder, tmp_path / "b", **options)
+    half = tmp_path / "b" / whole.name
+    assert checkpoints(half) == ["step-000001"]
+    own(function)
+    assert main(["--resume", "--out", str(tmp_path / "b"), "--name", whole.name]) == 0
+    assert_same_run(whole, half)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

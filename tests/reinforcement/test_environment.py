@@ -229,7 +229,7 @@ def test_what_the_command_refuses(chat, tmp_path, module, capsys):
         (["--max-turns", "0"], "--max-turns must be at least 1"),
         (["--stop-strings", ""], "a text of --stop-strings is empty"),
         (["--reward-weights", "1", "2"], "--reward-weights must be 1 numbers"),
-        (["--reward-weights", "nan"], "--reward-weights must be 1 numbers"),
+        (["--reward-weights", "1e308"], "--reward-weights must be 1 numbers up to 1e6"),
     ):
         assert main([*given, *arguments]) == 2, arguments
         said = capsys.readouterr().err.strip()

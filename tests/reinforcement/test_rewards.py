@@ -25,6 +25,7 @@ from xtrain.reinforcement.prompts import Prompt
 from xtrain.reinforcement.reinforce import ReinforceConfig
 from xtrain.reinforcement.rewards import Group, Task, weighted_sum
 from xtrain.training import preemption
+from xtrain.training.progress import Progress, progress
 
 PROMPT = Prompt("x.jsonl line 3", [1], {"prompt": "a"})
 CAN_INTERRUPT = hasattr(signal, "setitimer")
@@ -136,6 +137,7 @@ def test_what_a_call_may_return(task):
         ([None, math.nan], "returned the reward nan"),
         ([1, 10**400], r"returned \[1, 1000"),
         (map(lambda x: x, [1.0, math.inf]), "returned the reward inf"),
+        ([1e308, 0], r"returned the reward 1e\+308, which is larger than 1e\+30, for"),
         (map(lambda x: 1 / x, [1, 0]), "raised ZeroDivisionError"),
         ("10", "returned '10', not a list of numbers"),
         ([Unreadable(), 1], r"returned \[<.*>, 1\], not a list of numbers"),
@@ -374,6 +376,9 @@ def test_completions_without_a_reward_are_not_trained(folder, tmp_path, task, ca
     task.reward = lambda record, texts: [None, *good(record, texts[1:])]
     run = reinforce(config_of(folder, tmp_path, name="one"), SILENT)
     assert all(m["without_reward"] == 0.25 and m["loss"] == m["loss"] for m in metrics(run) if "loss" in m)  # fmt: skip
+    # a prompt has one completion in a validation
+    assert {m["val_reward"] for m in metrics(run) if "val_reward" in m} == {None}
+    assert progress(metrics(run), "val_reward", 3) == Progress(None, 0)
 
 
 def test_a_step_without_any_reward_ends_the_run(folder, tmp_path, task):

@@ -63,6 +63,7 @@ class Zoo(Module):
 
     def __init__(self):
         self.weight = Parameter((8,), None)
+        self.own = Parameter((2,), None, {"own": 2})
         self.square, self.a, self.b = (
             Parameter(shape, 0.5, {name: shape[0]})
             for name, shape in (("square", (8, 8)), ("a", (2, 8)), ("b", (6, 2)))
@@ -77,6 +78,9 @@ class Zoo(Module):
         x = F.causal_softmax(x, 3, 1.0, False).reshape(6, 8)
         parts = [LoraPart(slice(0, 6), slice(0, 2), 0.5)]
         x = F.lora_linear(x, self.square, self.a, None, None, None, parts, self.b)
+        bias = F.replace_rows(self.weight.data, self.own, [slice(1, 3)])
+        square = F.adapted_matrix(self.square, self.square, self.square, 0.5)
+        x = F.linear(x, square, None, bias)
         x = F.add(x, F.cast_gradient(F.silu(x_NC), np.float32))
         x = F.cast(F.cast(x, ml_dtypes.bfloat16 if GPU else np.float64), np.float32)
         return self.experts(F.swiglu(x.reshape(3, 16)))

@@ -192,6 +192,7 @@ def test_bad_data_is_named(tmp_path, tokenizer):
         ("{{ messages[0].content }}", {"messages": TALK}, "where message 2 is in the text is unknown"),
         (CHATML, {"messages": [user, CALLS]}, "leaves out the call of f in message 2"),
         (MARKED, {"messages": [user, CALLS]}, "leaves out the call of f in message 2"),
+        (CHATML.replace("im_end", "endoftext"), {"messages": [user, CALLS]}, "leaves out the call of f in message 2"),
         (INSIDE, {"messages": [user, CALLS, {"role": "tool", "content": "7"}]}, "writes message 3 .tool. inside another"),
         ("{% macro f() %}{% generation %}x{% endgeneration %}{% endmacro %}{{ 'ab' ~ f() }}", {"messages": TALK}, "move it out of its macro"),
         (refusing, {"messages": TALK}, "rejects this conversation: roles must alternate"),

@@ -147,11 +147,19 @@ def test_rows_do_not_depend_on_other_rows():
     assert np.array_equal(together, alone)
 
 
-@pytest.mark.parametrize("changes", [{}, twins.GEMMA3], ids=["qwen3", "gemma3"])
-def test_the_engine_serves_a_model_with_adapters(tmp_path, changes):
-    base = twins.random_model(twins.small(**SHAPE, **changes, head_dim=16))
+@pytest.mark.parametrize(
+    "changes, options",
+    [
+        ({}, dict(dora=True)),
+        (dict(tie_embeddings=False), dict(targets=("q_proj", "lm_head", "embed_tokens"), modules_to_save=("norm",))),
+        (twins.GEMMA3, {}),
+    ],
+    ids=["qwen3, dora", "tables", "gemma3"],
+)  # fmt: skip
+def test_the_engine_serves_a_model_with_adapters(tmp_path, changes, options):
+    base = twins.random_model(twins.small(**SHAPE | changes, head_dim=16))
     base.save_pretrained(tmp_path / "base")
-    model = adapted(base, Lora(4, 8, SOME, str(tmp_path / "base")))
+    model = adapted(base, Lora(4, 8, **dict(targets=SOME, base=str(tmp_path / "base")) | options))
     model.save_pretrained(tmp_path / "adapter")
     merged = Transformer.from_pretrained(tmp_path / "adapter", twins.DEVICE)
     prompts = [list(range(1, 9)), [5, 4, 3]]
@@ -210,6 +218,8 @@ OF_PEFT = {
     "dora": dict(use_dora=True, rank_pattern={"v_proj": 1}),
     "modules": dict(modules_to_save=["lm_head", "embed_tokens"]),
     "head": dict(target_modules=["lm_head", "down_proj"]),
+    "embedding": dict(target_modules=["embed_tokens", "q_proj"]),
+    "pissa": dict(init_lora_weights="pissa"),
     "bias": dict(bias="all", target_modules=["q_proj", "o_proj"]),
 }  # fmt: skip
 
@@ -271,7 +281,7 @@ def test_tied_weights_have_no_adapters_of_their_own(tmp_path):
         ({"lora_bias": True}, "lora_bias True is not supported"),
         ({"rank_pattern": {"q_proj": 0}}, "must be positive numbers"),
         ({"rank_pattern": {"q_proj": 5}}, "do not fit the model: .* with rank 5"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights 'olora' is not supported"),
         ({"r": 0}, "must be positive numbers"),
         ({"r": 8}, "do not fit the model: .* with rank 8"),
         ({"base_model_name_or_path": None}, "names no model"),
@@ -284,18 +294,6 @@ def test_adapters_that_are_refused(folder, tmp_path, change, words):
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UserError, match=words):
-        Transformer.from_pretrained(tmp_path)
-
-
-def test_adapters_of_other_matrices_are_refused(folder, tmp_path):
-    """Of the embedding table, whose names peft makes."""
-    peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
-
-    options = peft.LoraConfig(r=3, target_modules=["q_proj", "embed_tokens"])
-    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), options)
-    theirs.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"lora_embedding_B: if it is the right one, merge"):
         Transformer.from_pretrained(tmp_path)
 
 
@@ -364,6 +362,20 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder, data, capsys):
     assert main([*arguments, "--lora", "8", "--steps", "9", "--allow-change", "steps"]) == 2
     error = capsys.readouterr().err
     assert "lora was 4, is 8" in error and "--allow-change" not in error
+
+
+def test_all_kinds_of_adapters_resume_with_the_same_bits(tmp_path, folder, data):
+    options = dict(lora_dora=True, lora_init="pissa", lora_rank_pattern=("v_proj=2",), lora_modules_to_save=("lm_head", "norm"), lora_targets=("v_proj", "down_proj"), lora_rslora=True)  # fmt: skip
+    options |= dict(steps=4, save_every=2)
+    whole = finetune(config_of(folder, tmp_path / "a", data, **options), SILENT)
+    half = finetune(config_of(folder, tmp_path / "b", data, stop_at=2, **options), SILENT)
+    arguments = ["--data", str(data), "--out", str(tmp_path / "b"), "--name", "run", "--resume"]
+    assert main(arguments) == 0
+    assert_same_run(whole, half)
+    more = finetune(config_of(whole, tmp_path / "more", data, steps=1, lr=1e-12), SILENT)
+    before, after = (dict(Transformer.from_pretrained(x).named_parameters()) for x in (whole, more))
+    for name, tensor in after.items():
+        np.testing.assert_allclose(tensor.data, before[name].data, atol=1e-6)
 
 
 def test_adapters_are_trained_further(tmp_path, folder, data, capsys):

@@ -7,6 +7,7 @@ import twins
 from checks import to_host
 
 from xtrain import AdamW, Transformer
+from xtrain.errors import UserError
 from xtrain.nn.lora import TARGETS, AdaptedTransformer, Lora
 
 peft = pytest.importorskip("peft")
@@ -20,6 +21,13 @@ KINDS = {
     "patterns, rslora": PATTERNS | dict(rslora=True),
     "dora": dict(dora=True, rank_pattern={"v_proj": 1}),
     "dora of some": dict(dora=True, targets=("q_proj", "v_proj", "o_proj", "up_proj")),
+    "biases": dict(bias="all", targets=("q_proj", "o_proj")),
+    "own biases": dict(bias="lora_only", dora=True, targets=("q_proj", "o_proj")),
+    "modules": dict(
+        modules_to_save=("lm_head", "embed_tokens", "norm"), bias="all", targets=("up_proj",)
+    ),
+    "tables": dict(targets=("down_proj", "embed_tokens", "lm_head"), rank_pattern={"lm_head": 4}),
+    "pissa": dict(init="pissa", alpha_pattern={"o_proj": 2.0}),
 }
 THEIRS = {"alpha": "lora_alpha", "targets": "target_modules", "rslora": "use_rslora", "dora": "use_dora", "init": "init_lora_weights"}  # fmt: skip
 
@@ -34,7 +42,9 @@ def folder(tmp_path_factory):
 def of_peft(folder, lora):
     """Peft's model, all of whose trained tensors differ from their first values."""
     options = {THEIRS.get(k, k): v for k, v in vars(lora).items() if k != "base"}
-    options = {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
+    options = {
+        k: list(v) if isinstance(v, tuple) else v for k, v in options.items() if v != "default"
+    }
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_pretrained(folder).float()
     theirs = peft.get_peft_model(theirs, peft.LoraConfig(**options)).train()
@@ -99,13 +109,15 @@ def test_steps_of_adamw_are_those_of_peft(folder, tmp_path, kind):
     model.save_pretrained(tmp_path / "ours")
     base = AutoModelForCausalLM.from_pretrained(folder)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "ours")
-    np.testing.assert_allclose(logits_of(loaded, ids), found, atol=5e-5)
+    np.testing.assert_allclose(logits_of(loaded, ids), found, atol=2e-4)
     merged = Transformer.from_pretrained(tmp_path / "ours", twins.DEVICE)
-    np.testing.assert_allclose(merged(ids).numpy(), found, atol=5e-5)
+    np.testing.assert_allclose(merged(ids).numpy(), found, atol=2e-4)
     assert Lora.read(tmp_path / "ours") == vars_without_base(lora)
+    if lora.init == "pissa":  # the frozen model has changed
+        return
     with model.without_adapters():
         plain = Transformer.from_pretrained(folder, twins.DEVICE)
-        np.testing.assert_allclose(model(ids).numpy(), plain(ids).numpy(), atol=5e-5)
+        np.testing.assert_allclose(model(ids).numpy(), plain(ids).numpy(), atol=2e-4)
 
 
 def check_gradients(model, theirs):
@@ -125,3 +137,39 @@ def check_gradients(model, theirs):
 
 def vars_without_base(lora):
     return Lora(**vars(lora) | {"base": ""})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_new_adapters_of_all_kinds_change_nothing(folder, kind):
+    model = AdaptedTransformer.from_pretrained(folder, twins.DEVICE, trainable=False)
+    ids, _ = twins.batch(model.config, 2, 16)
+    before = model(ids).numpy()
+    model.adapt(Lora(3, 5.0, **{"targets": TARGETS} | KINDS[kind]))
+    np.testing.assert_allclose(model(ids).numpy(), before, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(targets=("lm_head",), dora=True), "with DoRA"),
+        (
+            dict(targets=("embed_tokens",), modules_to_save=("embed_tokens",)),
+            "leave one of them out",
+        ),
+        (dict(modules_to_save=("q_proj",)), "no module 'q_proj' that is trained whole"),
+        (dict(rank_pattern={"[": 2}), "no regular expression"),
+        (dict(rank_pattern={"k_proj": 33}, init="pissa"), "needs a rank of at most 24, got 33"),
+        (dict(rank_pattern={"q_proj": 0}), "needs a positive rank and alpha"),
+    ],
+)
+def test_options_that_are_refused(folder, options, words):
+    model = AdaptedTransformer.from_pretrained(folder, trainable=False)
+    with pytest.raises(UserError, match=words):
+        model.adapt(Lora(3, 5.0, **options))
+
+
+@pytest.mark.parametrize("changes, words", [(dict(tie_embeddings=True), "are one matrix"), (twins.GEMMA3 | dict(tie_embeddings=False), "norms of a Gemma")])  # fmt: skip
+def test_models_that_refuse_options(changes, words):
+    model = AdaptedTransformer(twins.small(**changes), trainable=False)
+    with pytest.raises(UserError, match=words):
+        model.adapt(Lora(3, 5.0, modules_to_save=("norm", "lm_head")))

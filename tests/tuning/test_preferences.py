@@ -12,7 +12,7 @@ import tokenizers
 import torch
 import twins
 from checks import rng
-from runs import SILENT, assert_same_run, metrics
+from runs import SILENT, assert_same_run, checkpoints, metrics
 
 from xtrain.data.chat_template import ChatTemplate
 from xtrain.data.tokenizer import Tokenizer
@@ -219,6 +219,9 @@ def test_answers_with_a_label(tmp_path, tokenizer):
     assert sorted(other) == sorted(said) and all(a != b for a, b in zip(said, other))
 
 
+OTHER = {"role": "user", "content": "subtract"}
+
+
 def test_bad_preferences_are_named(tmp_path, tokenizer):
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     cases = [
@@ -228,7 +231,11 @@ def test_bad_preferences_are_named(tmp_path, tokenizer):
         (False, pair | {"chosen": " "}, "is empty"),
         (False, pair | {"chosen": 7}, "must be a string, not int"),
         (False, {"chosen": "b", "rejected": "c"}, 'has no field "prompt"'),
-        (False, {"chosen": [USER], "rejected": [USER, BAD]}, "has no message of the assistant"),
+        (False, {"chosen": [USER], "rejected": [USER, BAD]}, '"chosen" must be an answer to the prompt'),
+        (False, {"chosen": [USER, GOOD], "rejected": [OTHER, BAD]}, "has no prompt that its answers share"),
+        (False, {"prompt": [USER], "chosen": [GOOD], "rejected": [OTHER, BAD]}, '"rejected" must be an answer'),
+        (False, {"chosen": [GOOD], "rejected": [BAD]}, "has no prompt that its answers share"),
+        (True, {"prompt": [USER], "completion": [OTHER, BAD], "label": True}, '"completion" must be an answer'),
         (True, {"prompt": "a", "completion": "b"}, '"label" must be true or false, got None'),
         (True, {"completion": "b", "label": True}, 'has no field "prompt"'),
     ]  # fmt: skip
@@ -343,6 +350,17 @@ def test_a_loss_of_ones_own(tmp_path, folder, monkeypatch):
         for i, name in enumerate(names)
     ]
     assert metrics(runs[0]) == metrics(runs[1])
+
+
+def test_a_run_is_saved_before_a_loss_ends_it(tmp_path, folder, monkeypatch):
+    left = iter(range(2))
+    own = lambda x, options: LOSSES["dpo"](x, options) if next(left, None) is not None else 1 / 0
+    monkeypatch.setitem(sys.modules, "a_loss", types.SimpleNamespace(own=own))
+    data = write(tmp_path / "d.jsonl", *pairs())
+    config = config_of(folder, tmp_path, data, loss="a_loss:own", eval_every=0, save_every=0, micro_batch=4)  # fmt: skip
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        prefer(config, SILENT)
+    assert checkpoints(tmp_path / "run") == ["step-000002"]
 
 
 def test_what_the_command_refuses(tmp_path, folder, capsys):

@@ -16,6 +16,7 @@ what follows the generation prompt, up to the token that ends the turn. If the t
 """
 
 import contextlib
+import copy
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ OTHER_ROLES = {
     "model": "assistant",
     "observation": "tool",
 }
+CALLED = "called_function_7f3a"  # in place of a function's name: no text has it
 Answers = Literal["all", "last", "each"]
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -175,7 +177,7 @@ class Conversation:
 
     def _tokens(self, tokenizer: Tokenizer, template: ChatTemplate) -> tuple[list[int], list[bool]]:
         rendered = template.render_turns(self.messages, False, self.tools, self.values)
-        self._check(rendered)
+        self._check(rendered, template)
         ids, places = tokenizer.encode_spans(rendered.text)
         if template.marks_generation(self.tools):
             spans = self._marked(rendered)
@@ -251,18 +253,29 @@ class Conversation:
         text = template.render(messages, False, self.tools, self.values)
         return asked.text.removeprefix(text) if asked.text.startswith(text) else ""
 
-    def _check(self, rendered: Rendered) -> None:
+    def _left_out(self, template: ChatTemplate) -> Iterator[tuple[str, int]]:
+        """Yield function and number of the message of each call that the template leaves out of
+        what is trained: it is rendered with other names, which no text has."""
+        messages = copy.deepcopy(self.messages)
+        names: dict[str, tuple[str, int]] = {}
+        for i in self.trained:
+            for call in messages[i].get("tool_calls") or ():
+                function = call.get("function", call)
+                mark = f"{CALLED}_{len(names)}_"
+                names[mark] = function["name"], i
+                function["name"] = mark
+        if names:
+            text = template.render(messages, False, self.tools, self.values)
+            yield from (found for mark, found in names.items() if mark not in text)
+
+    def _check(self, rendered: Rendered, template: ChatTemplate) -> None:
         """Raise UserError if the text lacks a call that is trained, or if an answer has a tool's
         message in it, which would be trained, too."""
-        for i in self.trained:
-            said = "".join(rendered.text[start:end] for start, end in rendered.of(i))
-            for call in self.messages[i].get("tool_calls") or ():
-                name = call.get("function", call).get("name")
-                if name not in (said or rendered.text):
-                    raise UserError(
-                        f"the chat template leaves out the call of {name} in message {i + 1}: use "
-                        "another template, or write the call as text"
-                    )
+        for name, i in self._left_out(template):
+            raise UserError(
+                f"the chat template leaves out the call of {name} in message {i + 1}: use another "
+                "template, or write the call as text"
+            )
         if rendered.spans:
             return
         for i, message in enumerate(self.messages):
@@ -335,6 +348,14 @@ def _messages_of(record: Record) -> Any:
         asked += "\n\n" + record.text("input")
     answer = {"role": "assistant", "content": record.text("output")}
     return [*system, {"role": "user", "content": asked}, answer]
+
+
+def role_of(message: Any) -> Any:
+    """Return the role of a message as a record has it, in xtrain's words; None without one."""
+    if not isinstance(message, dict):
+        return None
+    role = message.get("role") or message.get("from")
+    return OTHER_ROLES.get(str(role), role)
 
 
 def without_weight(message: Any) -> Any:

@@ -22,7 +22,6 @@ from .tasks import (
     Kind,
     Question,
     Record,
-    read_chat,
     read_choice,
     read_cloze,
     read_question,
@@ -150,5 +149,5 @@ KINDS = {
     "choice": Kind(frozenset({"prompt", "choices"}), read_choice),
     "cloze": Kind(frozenset({"prompt", "continuation"}), read_cloze),
     "question": Kind(frozenset({"prompt", "answer"}), read_question),
-    "chat": Kind(frozenset({"messages", "answer"}), read_chat),
+    "chat": Kind(frozenset({"messages", "answer"}), read_question),
 }

@@ -202,7 +202,8 @@ def _texts(p: Texts, o: Options) -> Texts:
 def _is_chat(task: Task, o: Options) -> bool:
     if task.kind == "text":
         return False
-    return o.chat_template is not None or task.kind == "chat"
+    talks = (isinstance(item, Item) and item.conversation is not None for item in task.items)
+    return o.chat_template is not None or any(talks)
 
 
 def _exam(task: Task, scorer: Scorer, stride: int, o: Options, texts: Texts) -> Exam:

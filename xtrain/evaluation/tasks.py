@@ -4,9 +4,10 @@
     .jsonl  {"prompt", "choices", "answer"}           multiple choice; answer: index of the right one
             {"prompt", "continuation"}                cloze: would the model say the continuation?
             {"prompt", "answer"}                      generation: is the answer what the model says?
-            {"messages", "answer"}                    the same, in a chat (data/conversations.py)
+            {"messages", "answer"}                    the same, in a chat
             and the published files of HellaSwag, ARC, MMLU (also .csv) and GSM8K (benchmarks.py)
 
+A prompt may also be a list of messages, and a chat any conversation of data/conversations.py.
 Prompt and continuation are joined by a space, unless a line has another "delimiter"; a
 "description" comes first, before the examples of k-shot evaluation. What is wrong with a file is a
 UserError that names it and the line.
@@ -75,9 +76,10 @@ class Item:
 
     def with_examples(self, examples: list["Item"]) -> "Item":
         """Return this item with solved examples in front of its prompt. Raises UserError."""
-        if examples and self.conversation is not None:
+        talks = [x for x in (self, *examples) if x.conversation is not None]
+        if examples and talks:
             raise UserError(
-                f"{self.where} has messages, which --shots cannot be put in front of: write the "
+                f"{talks[0].where} has messages, which --shots cannot be put in front of: write the "
                 "examples as messages"
             )
         shots = (x.prompt + x.delimiter + x.target + BETWEEN_EXAMPLES for x in examples)
@@ -179,9 +181,11 @@ class Kind:
 
 
 def _common(r: Record) -> dict[str, Any]:
+    conversation = Conversation.of(r)
     return {
         "where": r.where,
-        "prompt": r.text("prompt"),
+        "prompt": "" if conversation else r.text("prompt"),
+        "conversation": conversation,
         "delimiter": r.text("delimiter", " "),
         "description": r.text("description", ""),
     }
@@ -198,11 +202,6 @@ def read_cloze(r: Record) -> Item:
 
 def read_question(r: Record) -> Item:
     return Question(**_common(r), answer=r.text("answer"))
-
-
-def read_chat(r: Record) -> Item:
-    conversation = Conversation.of(r)
-    return Question(where=r.where, prompt="", conversation=conversation, answer=r.text("answer"))
 
 
 def read_task(path: Path, kinds: dict[str, Kind], limit: int | None = None) -> Task:
@@ -241,8 +240,11 @@ MMLU_COLUMNS = ["question", "A", "B", "C", "D", "answer"]
 
 
 def _kind_of(record: Record, kinds: dict[str, Kind]) -> str:
+    present = record.non_null
+    if "conversations" in present:  # ShareGPT
+        present = present | {"messages"}
     for name, kind in kinds.items():
-        if kind.fields <= record.non_null:
+        if kind.fields <= present:
             return name
     kinds_text = "; ".join(
         f"{name}: {', '.join(sorted(kind.fields))}" for name, kind in kinds.items()

@@ -4,11 +4,13 @@
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight      b (O, r)
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector   m (O,), with use_dora
+    base_model.model.model.embed_tokens.lora_embedding_A                a (r, V), and b (C, r)
     base_model.model.lm_head.weight                                     in place of the model's: a bias,
                                                                         or one of modules_to_save
 
-The weight w of q_proj becomes w + factor b a, and with m each row of that gets the norm m. Rank and
-alpha may differ by matrix (rank_pattern, alpha_pattern). The config names the folder of the model to which the
+The weight w of q_proj becomes w + factor b a, and with m each row of that gets the norm m. The table w
+becomes w + factor (b a)^T. With PiSSA w is first reduced (tensor_file.LowRank.residual). Rank and alpha
+may differ by matrix (rank_pattern, alpha_pattern). The config names the folder of the model to which the
 adapters belong. A folder with adapters can be given wherever a model's folder can: they are added
 to the weights while these are read.
 """
@@ -32,10 +34,12 @@ DRAFT_HEADS = "XTRAIN_DRAFT_HEADS"  # peft_type of what is not LoRA: nn/draft_he
 A = ".lora_A.weight"
 B = ".lora_B.weight"
 MAGNITUDE = ".lora_magnitude_vector"
-PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
-TRAINED = PATTERNS | {"use_dora"}  # nn/lora.py
-# what `merged` can do with a model, and switched adapters cannot
-MERGED = PATTERNS | {"use_dora", "bias", "modules_to_save"}
+EMBEDDING_A = ".lora_embedding_A"
+EMBEDDING_B = ".lora_embedding_B"
+PISSA = "pissa"  # of init_lora_weights
+PATTERNS = ("rank_pattern", "alpha_pattern")
+# what `merged` and nn/lora.py can do with a model, and switched adapters cannot: keys, or a value
+MERGED = (*PATTERNS, "use_dora", "bias", "modules_to_save", PISSA)
 # keys of adapter_config.json that change the result -> the values that mean "not used"
 UNUSED: dict[str, tuple] = {
     "use_dora": (False, None),
@@ -150,10 +154,10 @@ def _first_match(pattern: dict[str, Any], name: str, default: Any) -> Any:
     return default
 
 
-def read_ranks(folder: Path, supported: frozenset[str] = frozenset()) -> Ranks:
+def read_ranks(folder: Path, supported: tuple[str, ...]) -> Ranks:
     """Return the ranks of the adapters in a folder. Raises UserError for what is not supported.
 
-    supported: keys of UNUSED that the caller can use.
+    supported: keys of UNUSED that the caller can use, or their values.
     """
     path = folder / ADAPTER_CONFIG
     content = read_json(path)
@@ -165,11 +169,12 @@ def read_ranks(folder: Path, supported: frozenset[str] = frozenset()) -> Ranks:
     if content.get("peft_type") != "LORA":
         raise UserError(f"{path}: peft_type {content.get('peft_type')!r} is not supported, LORA is")
     for key, values in UNUSED.items():
-        if key in content and content[key] not in values and key not in supported:
+        value = content.get(key, values[0])
+        if value not in values and not {key, str(value)}.intersection(supported):
             how = "merge it with peft"
-            if key in MERGED:
+            if {key, str(value)}.intersection(MERGED):
                 how = "merge it with `xtrain export --merge`"
-            raise UserError(f"{path}: {key} {content[key]!r} is not supported here: {how}")
+            raise UserError(f"{path}: {key} {value!r} is not supported here: {how}")
     ranks = content.get("rank_pattern") or {}
     alphas = content.get("alpha_pattern") or {}
     r: Any = content.get("r")
@@ -197,8 +202,9 @@ def read_adapters(folder: Path) -> dict[str, Stored]:
 
 def read_targets(folder: Path) -> set[str]:
     """Return the names of the matrices that have adapters: "q_proj"."""
-    names = [name.split(".") for name in read_adapters(folder) if name.endswith(A)]
-    return {name[-3] for name in names}
+    names = [name for name in read_adapters(folder) if name.endswith((A, EMBEDDING_A))]
+    modules = (name.removesuffix(A).removesuffix(EMBEDDING_A) for name in names)
+    return {module.rpartition(".")[2] for module in modules}
 
 
 def merged(stored: dict[str, Stored], folder: Path, tied: bool) -> dict[str, Stored]:
@@ -216,23 +222,27 @@ def merged(stored: dict[str, Stored], folder: Path, tied: bool) -> dict[str, Sto
         if target in updated and tensor.shape == updated[target].shape:
             updated[target] = tensor
             unused.remove(name)
-    for name in [n for n in adapters if n.endswith(A)]:
-        module = name.removesuffix(A)
+    residual = read_json(folder / ADAPTER_CONFIG).get("init_lora_weights") == PISSA
+    for name in [n for n in adapters if n.endswith((A, EMBEDDING_A))]:
+        transposed = name.endswith(EMBEDDING_A)
+        module = name.removesuffix(A).removesuffix(EMBEDDING_A)
         target = f"{module}.weight"
+        of_b = module + (EMBEDDING_B if transposed else B)
         w = updated.get(target)
-        b = adapters.get(module + B)
+        b = adapters.get(of_b)
         if w is None or b is None:
             continue
         rank, factor = ranks.of(module)
         a = adapters[name]
         m = adapters.get(module + MAGNITUDE)
-        fits = len(w.shape) == 2 and a.shape == (rank, *w.shape[1:])
-        fits = fits and (m is None or m.shape == w.shape[:1])
-        if not fits or b.shape != (w.shape[0], rank):
+        shape = w.shape[::-1] if transposed else w.shape
+        fits = len(shape) == 2 and (a.shape, b.shape) == ((rank, shape[1]), (shape[0], rank))
+        if not fits or (m is not None and (transposed or m.shape != shape[:1])):
             shapes = f"{a.shape} and {b.shape} with rank {rank}, {target} {w.shape}"
             raise UserError(f"{folder}: the adapters do not fit the model: {name} has {shapes}")
-        updated[target] = replace(w, update=LowRank(a, b, factor, m))
-        unused -= {name, module + B, module + MAGNITUDE}
+        update = LowRank(a, b, factor, m, transposed, residual and not transposed)
+        updated[target] = replace(w, update=update)
+        unused -= {name, of_b, module + MAGNITUDE}
     if unused:
         raise without_matrices(folder, unused)
     return stored | updated

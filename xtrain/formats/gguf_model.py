@@ -14,10 +14,12 @@ Types of tensors: those that the package `gguf` dequantizes. Names of keys: gguf
 SentencePiece's scores become merges: its class bpe::Model.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from .. import files
 from ..data.tokenizer_files import MORE_TEMPLATES, TEMPLATE
 from ..device import cache_folder
 from ..errors import UserError
-from ..json_files import listed, reading
+from ..json_files import listed, read_json, reading
 from ..option_fields import one_line
 from ..rope_scalings import LARGEST
 from .architectures import ARCHITECTURES, Architecture
@@ -61,7 +63,8 @@ REQUIRED = {  # key of the file, after the name of the architecture: key of conf
 
 # ----------------------------------------------------------------------------- the folder
 def folder_of(path: Path) -> Path:
-    """Return the folder in the cache that describes a GGUF file; it is made at the first call.
+    """Return the folder in the cache that describes a GGUF file; it is made at the first call, when
+    those of files that are gone, and of this one as it was, are removed.
 
     Raises UserError if xtrain would compute another model, or read other tokens.
     """
@@ -79,9 +82,19 @@ def folder_of(path: Path) -> Path:
             for name, content in contents.items():
                 (new / name).parent.mkdir(exist_ok=True)
                 (new / name).write_text(content, encoding="utf-8")
+        _remove_outdated(folder, path)
     except OSError as error:
         raise files.cannot_write(folder, error, "set XTRAIN_CACHE to another folder") from None
     return folder
+
+
+def _remove_outdated(folder: Path, path: Path) -> None:
+    """Remove the other folders of this file, and of files that are gone."""
+    for index in folder.parent.glob(f"*/{INDEX}"):
+        with contextlib.suppress(UserError, KeyError, TypeError):  # another process may remove it
+            file = Path(read_json(index)["file"])
+            if index.parent != folder and (file == path or not file.exists()):
+                shutil.rmtree(index.parent, ignore_errors=True)
 
 
 def decimal(value: float) -> float:

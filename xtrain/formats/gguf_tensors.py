@@ -42,6 +42,11 @@ def file_of(folder: Path) -> Path | None:
     return Path(read_json(folder / INDEX)["file"])
 
 
+def shown(folder: Path) -> Path:
+    """Return what a message calls a model's folder: the GGUF file that it describes, or itself."""
+    return file_of(folder) or folder
+
+
 def tensors_of(folder: Path) -> dict[str, Stored]:
     """Return {name: tensor} of the GGUF file that a folder describes."""
     index = read_json(folder / INDEX)

@@ -45,7 +45,7 @@ from .architectures import (
 from .expert_files import mixtral_name
 from .generation_config import FILE as GENERATION
 from .generation_config import read_generation
-from .gguf_tensors import file_of, tensors_of
+from .gguf_tensors import file_of, shown, tensors_of
 from .manifest import MANIFEST, WEIGHT_FILES, verify_weights
 from .saved_runs import CONFIG
 from .tensor_file import DTYPES, Stored, read_header, tensor_bytes, write_safetensors
@@ -317,7 +317,7 @@ def _check_tensors(
     """
     if config.n_layers > len(stored):
         raise UserError(
-            f"{folder}: {CONFIG} says num_hidden_layers {config.n_layers}, "
+            f"{shown(folder)}: {CONFIG} says num_hidden_layers {config.n_layers}, "
             f"the weights hold only {len(stored)} tensors"
         )
     # Older transformers stored the RoPE frequencies, which follow from the config.
@@ -339,7 +339,7 @@ def _check_tensors(
     faults += [f"unexpected tensors: {listed(extra)}"] if extra else []
     faults += [f"wrong shapes: {listed(wrong)}"] if wrong else []
     if faults:
-        raise UserError(f"{folder}: the weights do not fit {CONFIG}: {'; '.join(faults)}")
+        raise UserError(f"{shown(folder)}: the weights do not fit {CONFIG}: {'; '.join(faults)}")
 
 
 def _check_tied(folder: Path, stored: dict[str, Stored]) -> None:
@@ -351,7 +351,7 @@ def _check_tied(folder: Path, stored: dict[str, Stored]) -> None:
     )
     if not same:
         raise UserError(
-            f"{folder}: {CONFIG} says tie_word_embeddings, but lm_head.weight differs from the "
+            f"{shown(folder)}: {CONFIG} says tie_word_embeddings, but lm_head.weight differs from the "
             "embedding table"
         )
 

@@ -35,15 +35,23 @@ class LowRank:
     """What LoRA adapters make of a matrix w (O, I): v = w + factor b a, b (O, r) and a (r, I).
 
     magnitude: (O,), the norm that each row of v gets (DoRA, Liu et al. 2024); None: that it has.
+    transposed: v = w + factor (b a)^T, of an embedding.
+    residual: in place of w, w without its largest r singular values (PiSSA, Meng et al. 2024).
     """
 
     a: "Stored"
     b: "Stored"
     factor: float
     magnitude: "Stored | None" = None
+    transposed: bool = False
+    residual: bool = False
 
     def rows(self, first: int, n: int) -> "LowRank":
         """Return n rows of the matrix, from `first` on."""
+        if self.residual or self.transposed:
+            raise UserError(
+                f"{self.a.path}: PiSSA of packed matrices is not supported: merge it with peft"
+            )
         m = self.magnitude
         if m is not None:
             m = m.rows(first, n, m.name)
@@ -51,11 +59,28 @@ class LowRank:
 
     def added_to(self, w: np.ndarray) -> np.ndarray:
         """Return the matrix in float32. Raises UserError as Stored.read_finite."""
-        v = w + np.float32(self.factor) * (self.b.read_finite() @ self.a.read_finite())
+        if self.residual:
+            w = w - principal(w, self.a.shape[0])
+        change = np.float32(self.factor) * (self.b.read_finite() @ self.a.read_finite())
+        v = w + (change.T if self.transposed else change)
         if self.magnitude is None:
             return v
         norm = np.linalg.norm(v, axis=1)
         return v * (self.magnitude.read_finite() / np.where(norm == 0, 1, norm))[:, None]
+
+
+def principal_factors(w: np.ndarray, r: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return a (r, I), b (O, r), whose product is the part of w (O, I) with its r largest singular
+    values; both have their square roots. float32."""
+    u, values, v = np.linalg.svd(w, full_matrices=False)
+    root = np.sqrt(values[:r])
+    return root[:, None] * v[:r], u[:, :r] * root
+
+
+def principal(w: np.ndarray, r: int) -> np.ndarray:
+    """Return the part of w (O, I) with its r largest singular values."""
+    a, b = principal_factors(w, r)
+    return b @ a
 
 
 @dataclass(frozen=True)

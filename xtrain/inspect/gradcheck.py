@@ -130,10 +130,11 @@ class Draw:
     FF = property(lambda d: 2 * d.F)  # gate and up
     W = property(lambda d: d.O + d.pad + d.V)  # rows of a matrix with adapters of ranks G and rep
     AA = property(lambda d: d.G + d.rep)  # rows of both a
-    OV = property(lambda d: d.O + d.V)  # rows of both b
     E = property(lambda d: d.G + d.pad)  # experts, of which G compute a row
     EFF = property(lambda d: d.E * d.FF)  # rows of the matrices of all experts
     EC = property(lambda d: d.E * d.C)
+    AC = property(lambda d: d.V if d.given else d.C)  # columns of a, rows of b of an adapted matrix
+    BC = property(lambda d: d.C if d.given else d.V)
     inverse_norms = property(lambda d: np.linspace(0.5, 2, d.W))
     cos = property(lambda d: rope_tables(d.D, d.T, 100.0)[0])
     sin = property(lambda d: rope_tables(d.D, d.T, 100.0)[1])
@@ -185,8 +186,9 @@ def _transformer(d, *weights):
 CASES: dict[str, tuple[str | None, Callable]] = {
     "embedding": ("w: V C", lambda d, w: F.embedding(d.ids(d.N, d.V), w)),
     "linear": ("x: N I, w: O I, b: O", lambda d, x, w, b: F.linear(x, w, None, b)),
-    "lora_linear": ("x: N I, w: W I, a: AA I, b: O G, c: V rep, bias: W", lambda d, x, w, a, b, c, bias: F.lora_linear(x, w, a, bias, None, None, d.lora, b, c)),
-    "dora_linear": ("x: N I, w: W I, a: AA I, b: O G, c: V rep, bias: W, m: OV", lambda d, x, w, a, b, c, bias, m: F.lora_linear(x, w, a, bias, m, d.inverse_norms, d.lora, b, c)),
+    "lora_linear": ("x: N I, w: W I, a: AA I, b: O G, c: V rep, bias: W, m: W", lambda d, x, w, a, b, c, bias, m: F.lora_linear(x, w, a, bias, *((m, d.inverse_norms) if d.given else (None, None)), d.lora, b, c)),
+    "adapted_matrix": ("w: P C, a: R AC, b: BC R", lambda d, w, a, b: F.adapted_matrix(w, a, b, -1.7, d.given)),
+    "replace_rows": ("y: P", lambda d, y: F.replace_rows(np.ones(d.P + 3), y, [slice(0, d.V), slice(d.V + 1, d.P + 1)])),
     "rmsnorm": ("x: N C, w: C", lambda d, x, w: F.rmsnorm(x, w, EPS)),
     "residual_rmsnorm": ("x: N C, r: N C, w: C", lambda d, x, r, w: ResidualRMSNorm.apply(x, r, w, EPS)),
     "add_norm_linear": ("x: N C, r: N C, w: C, v: O C, b: O", lambda d, x, r, w, v, b: AddNormLinear.apply(x, r if d.given else None, w, v, EPS, False, b)),

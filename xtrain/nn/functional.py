@@ -29,6 +29,7 @@ from ..kernels.experts.expert_order import ExpertOrder
 from . import fp8 as _fp8
 from .deferred import Deferred, Gated, Logits, Stream, linear_of, matching
 from .functions import (
+    AdaptedMatrix,
     Add,
     Attention,
     Cast,
@@ -39,6 +40,7 @@ from .functions import (
     LoraLinear,
     Narrow,
     QKNormRope,
+    ReplaceRows,
     Reshape,
     RMSNorm,
     Rope,
@@ -90,7 +92,7 @@ def lora_linear(
     w_OI: Tensor,
     a_AI: Tensor,
     bias_O: Tensor | None,
-    m: Tensor | None,
+    m_O: Tensor | None,
     c_O: Array | None,
     parts: Sequence[LoraPart],
     *b: Tensor,
@@ -100,10 +102,26 @@ def lora_linear(
     parts: of each adapter: it adds factor (x a_i^T) b_i^T to its columns of the result.
     a: (A, I), the a_i (r_i, I) of all, one below the other.
     b: the b_i, (columns, r_i).
-    m, c: None, or with DoRA (kernels/dora.py) the magnitudes, one after the other as the b_i, and
-        the inverse norms (O,), by which the result without the bias is multiplied; float32.
+    m, c: None, or with DoRA (kernels/dora.py) magnitudes and inverse norms, by which the result
+        without the bias is multiplied; (O,) float32.
     """
-    return LoraLinear.apply(matching(x_NI, w_OI), w_OI, a_AI, bias_O, m, c_O, parts, *b)
+    return LoraLinear.apply(matching(x_NI, w_OI), w_OI, a_AI, bias_O, m_O, c_O, parts, *b)
+
+
+def adapted_matrix(
+    w_PC: Tensor, a: Tensor, b: Tensor, factor: float, transposed: bool = False
+) -> Tensor:
+    """Return w + factor b a in float32, for a (r, C), b (V, r): rows from V on stay w.
+
+    transposed: w + factor (b a)^T, for a (r, V), b (C, r).
+    """
+    return AdaptedMatrix.apply(w_PC, a, b, factor, transposed)
+
+
+def replace_rows(x_O: Array, y: Tensor, places: Sequence[slice]) -> Tensor:
+    """Return a copy of x (O,), in which y's elements, one place after the other, stand at
+    `places`. float32; x has no gradient."""
+    return ReplaceRows.apply(x_O, y, places)
 
 
 def rmsnorm(x_NC: Tensor, w_C: Tensor, eps: float, dtype: DTypeLike | None = None) -> Tensor:

@@ -6,7 +6,6 @@ deferred.py, those of the losses in loss_functions.py.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -110,14 +109,6 @@ def wide_dtype(x: Array) -> type:
     return np.float64 if x.dtype == np.float64 else np.float32
 
 
-def _rows_of(b: Sequence[Array]) -> Iterator[slice]:
-    """Yield where the rows of each matrix are if they lie one below the other."""
-    first = 0
-    for b_Or in b:
-        yield slice(first, first + len(b_Or))
-        first += len(b_Or)
-
-
 class Embedding(Function):
     full_precision = True  # rows are copied, not multiplied: the residual stream starts in float32
 
@@ -168,10 +159,10 @@ class Linear(Function):
 
 
 class LoraLinear(Function):
-    """c_O: None, or with DoRA the inverse norms (kernels/dora.py). m: magnitudes of all parts."""
+    """m_O, c_O: None, or with DoRA magnitudes and inverse norms (kernels/dora.py)."""
 
     @staticmethod
-    def forward(ctx, x_NI, w_OI, a_AI, bias_O, m, c_O, parts, *b):
+    def forward(ctx, x_NI, w_OI, a_AI, bias_O, m_O, c_O, parts, *b):
         y_NO = product(ctx, 1, x_NI, w_OI, None, None if c_O is not None else bias_O)
         u_NA = empty(x_NI, (x_NI.shape[0], a_AI.shape[0]))
         for factor, group in itertools.groupby(parts, lambda part: part.factor):
@@ -180,13 +171,9 @@ class LoraLinear(Function):
             _gemm.linear_into(u_NA[:, ranks], x_NI, a_AI[ranks], alpha=factor)
         for part, b_Or in zip(parts, b):
             _gemm.linear_into(y_NO[:, part.columns], u_NA[:, part.ranks], b_Or, accumulate=True)
-        z_NO = m_O = None
+        z_NO = None
         if c_O is not None:
             z_NO = y_NO
-            m_O = empty(c_O, c_O.shape)
-            m_O.fill(1)
-            for part, of_m in zip(parts, _rows_of(b)):
-                m_O[part.columns] = m[of_m]
             y_NO = _dora.scale_columns(z_NO, m_O, c_O, bias_O)
         ctx.save(x_NI, w_OI, a_AI, bias_O, u_NA, z_NO, m_O, c_O, parts, *b)
         return y_NO
@@ -196,13 +183,10 @@ class LoraLinear(Function):
         x_NI, w_OI, a_AI, bias_O, u_NA, z_NO, m_O, c_O, parts, *b = ctx.saved
         dy_NO = _cast.cast_fwd(dy_NO, x_NI.dtype)
         dbias_O = bias_gradient(ctx, 3, bias_O, dy_NO)
-        dm = None
+        dm_O = None
         if c_O is not None:
-            dm_O = zeros(m_O, m_O.shape)
+            dm_O = ctx.grad_buffer(4, m_O)
             dy_NO = _dora.scale_columns_bwd(dy_NO, z_NO, m_O, c_O, dm_O)
-            dm = ctx.grad_buffer(4, empty(m_O, sum(map(len, b))))
-            for part, of_m in zip(parts, _rows_of(b)):
-                _elementwise.add_into(dm[of_m], dm_O[part.columns])
         du_NA = empty(u_NA, u_NA.shape)
         db = []
         for i, (part, b_Or) in enumerate(zip(parts, b), 7):
@@ -221,7 +205,60 @@ class LoraLinear(Function):
         if ctx.needs_grad[1]:
             dw_OI, add = ctx.grad_target(1, w_OI)
             _gemm.linear_bwd_w(dy_NO, x_NI, dw_OI, add)
-        return dx_NI, dw_OI, da_AI, dbias_O, dm, None, None, *db
+        return dx_NI, dw_OI, da_AI, dbias_O, dm_O, None, None, *db
+
+
+class AdaptedMatrix(Function):
+    """In float32: the sum w + f b a is smaller than a bf16 can show where b a is."""
+
+    full_precision = True
+
+    @staticmethod
+    def forward(ctx, w_PC, a, b, factor, transposed=False):
+        rows = a.shape[1] if transposed else b.shape[0]
+        v_PC = empty(w_PC, w_PC.shape, wide_dtype(w_PC))
+        v_PC[...] = _cast.cast_fwd(w_PC, v_PC.dtype)
+        left, right = (a, b) if transposed else (b, a)
+        trans = dict(trans_a=transposed, trans_b=transposed)
+        _gemm.matmul(v_PC[:rows], left, right, alpha=factor, accumulate=True, **trans)
+        ctx.save(a, b, factor, transposed, rows)
+        return v_PC
+
+    @staticmethod
+    def backward(ctx, dv_PC):
+        a, b, factor, transposed, rows = ctx.saved
+        da, add_a = ctx.grad_target(1, a)
+        db, add_b = ctx.grad_target(2, b)
+        dv = dv_PC[:rows]
+        on_a = dict(trans_a=True, trans_b=transposed, alpha=factor, accumulate=add_a)
+        on_b = dict(trans_a=transposed, trans_b=True, alpha=factor, accumulate=add_b)
+        _gemm.matmul(da, b, dv, **on_a)
+        _gemm.matmul(db, dv, a, **on_b)
+        return dv_PC if ctx.needs_grad[0] else None, da, db
+
+
+class ReplaceRows(Function):
+    @staticmethod
+    def forward(ctx, x_O, y, places):
+        x_O = x_O.copy()
+        first = 0
+        for place in places:
+            n = place.stop - place.start
+            x_O[place] = y[first : first + n]
+            first += n
+        ctx.save(y, places)
+        return x_O
+
+    @staticmethod
+    def backward(ctx, dx_O):
+        y, places = ctx.saved
+        dy = ctx.grad_buffer(1, y)
+        first = 0
+        for place in places:
+            n = place.stop - place.start
+            _elementwise.add_into(dy[first : first + n], dx_O[place])
+            first += n
+        return None, dy
 
 
 class RMSNorm(Function):

@@ -15,17 +15,30 @@ below the other, x a^T is one product for all, and each adds to its own columns 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ..device import Array, to_device, to_numpy
 from ..errors import UserError
-from ..formats.adapters import ADAPTER_CONFIG, TRAINED, LoraPart, Ranks, read_ranks, read_targets
+from ..formats import huggingface
+from ..formats.adapters import (
+    ADAPTER_CONFIG,
+    MERGED,
+    PISSA,
+    A,
+    B,
+    LoraPart,
+    Ranks,
+    read_ranks,
+    read_targets,
+)
+from ..formats.architectures import is_norm
 from ..formats.huggingface import shapes_of
+from ..formats.tensor_file import principal_factors
 from ..json_files import read_json
 from ..kernels.dora import inverse_norms
 from ..kernels.gemm import linear_fwd
@@ -33,11 +46,12 @@ from ..kernels.quantize import dense
 from ..kernels.runtime.launch import empty
 from . import functional as F
 from .model import Transformer
-from .modules import Linear, Parameter
+from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 from .tensor import Tensor
 
 TARGETS_OF_MLP = ("gate_proj", "up_proj", "down_proj")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *TARGETS_OF_MLP)
+TABLES = ("embed_tokens", "lm_head")  # may be targets, too
 
 
 @dataclass(frozen=True)
@@ -46,12 +60,16 @@ class Lora:
 
     r: rank.
     alpha: the adapters' product is multiplied by alpha / r.
-    targets: some of TARGETS.
+    targets: some of TARGETS and TABLES.
     base: the model's folder.
     rank_pattern, alpha_pattern: {regular expression of the end of a matrix's name: its own rank or
         alpha}; the first that fits decides.
     rslora: alpha / r^1/2 in place of alpha / r.
     dora: with trained magnitudes.
+    bias: which biases of linear layers are trained: "none", "all", or "lora_only", those of targets.
+    modules_to_save: ends of the names of norms and TABLES that are trained whole.
+    init: "default", or "pissa" (Meng et al. 2024): a and b begin with the largest singular values
+        of w, which w then lacks.
     """
 
     r: int
@@ -62,12 +80,24 @@ class Lora:
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     rslora: bool = False
     dora: bool = False
+    bias: Literal["none", "all", "lora_only"] = "none"
+    modules_to_save: tuple[str, ...] = ()
+    init: Literal["default", "pissa"] = "default"
 
     def __post_init__(self):
-        unknown = [name for name in self.targets if name not in TARGETS]
+        known = (*TARGETS, *TABLES)
+        unknown = [name for name in self.targets if name not in known]
         if unknown or not self.targets:
             raise UserError(
-                f"LoRA targets {unknown or '()'} are not known: choose some of {', '.join(TARGETS)}"
+                f"LoRA targets {unknown or '()'} are not known: choose some of {', '.join(known)}"
+            )
+        if "" in self.modules_to_save:
+            raise UserError("a name of --lora-modules-to-save is empty: give an end of a name")
+        tables = [name for name in TABLES if name in self.targets]
+        if tables and (self.dora or name_ends(tables[0], self.modules_to_save)):
+            raise UserError(
+                f"{tables[0]} is a target of LoRA, with DoRA or while it is trained whole: leave "
+                "one of them out"
             )
         ranks = self.ranks
         for r in (self.r, *ranks.ranks.values()):
@@ -102,6 +132,9 @@ class Lora:
             "alpha_pattern": self.alpha_pattern,
             "use_rslora": self.rslora,
             "use_dora": self.dora,
+            "bias": self.bias if self.bias != "none" else "",
+            "modules_to_save": list(self.modules_to_save),
+            "init_lora_weights": PISSA if self.init == PISSA else "",
         }
         return {key: value for key, value in keys.items() if value}
 
@@ -109,18 +142,34 @@ class Lora:
     def read(cls, folder: Path) -> "Lora":
         """Return the options of the adapters in a folder. Raises UserError for what cannot be
         trained."""
-        ranks = read_ranks(folder, TRAINED)
+        ranks = read_ranks(folder, MERGED)
         content = read_json(folder / ADAPTER_CONFIG)
         names = read_targets(folder)
+        known = (*TARGETS, *TABLES)
         return cls(
             ranks.rank,
             ranks.alpha,
-            (*filter(names.__contains__, TARGETS), *sorted(names.difference(TARGETS))),
+            (*filter(names.__contains__, known), *sorted(names.difference(known))),
             rank_pattern=ranks.ranks,
             alpha_pattern=ranks.alphas,
             rslora=ranks.by_root,
             dora=bool(content.get("use_dora")),
+            bias=content.get("bias") or "none",
+            modules_to_save=tuple(content.get("modules_to_save") or ()),
+            init="pissa" if content.get("init_lora_weights") == PISSA else "default",
         )
+
+
+def name_ends(name: str, ends: Sequence[str]) -> bool:
+    """Return True if a module's name ends in one of these, as peft finds modules_to_save."""
+    return name.endswith(tuple(ends))
+
+
+def as_float32(parameter: Any) -> np.ndarray:
+    """Return the values of a Parameter, perhaps quantized, on the host."""
+    if parameter.quantized is None:
+        return to_numpy(parameter.data).astype(np.float32)
+    return to_numpy(dense(parameter.quantized, np.float32))
 
 
 class LoraLinear(Linear):
@@ -138,9 +187,13 @@ class LoraLinear(Linear):
         columns = linear.weight.shape[1]
         first = 0
         self.parts: list[LoraPart] = []
-        a: dict[str, int] = {}
-        m: dict[str, int] = {}
+        self.own_bias: Parameter | None = None  # in place of that of the parts
+        self.magnitudes: Any = None  # with DoRA
+        self.norms2_O: Any = None  # of w, squared
+        self.ones_O: Any = None
         self.lora_b: list[Parameter] = []
+        a: dict[str, int] = {}
+        rows_of: dict[str, int] = {}
         for part, rows in linear.weight.parts.items():
             prefix = part.removesuffix("weight")  # "q_proj." of a packed one, else ""
             matrix = prefix.removesuffix(".") or name
@@ -150,29 +203,35 @@ class LoraLinear(Linear):
                 self.parts.append(LoraPart(slice(first, first + rows), ranks, factor))
                 a[f"{prefix}lora_A.weight"] = r
                 self.lora_b.append(Parameter((rows, r), 0.0, {f"{prefix}lora_B.weight": rows}))
-                m[f"{prefix}lora_magnitude_vector"] = rows
+                rows_of[prefix] = rows
             first += rows
         # the variance of PEFT's initialisation, uniform in +- I^-1/2
         self.lora_a = Parameter((sum(a.values()), columns), (3 * columns) ** -0.5, a)
-        self.magnitudes: Parameter | None = None
-        self.norms2_O: Array | None = None  # of w, squared
-        if lora.dora:
-            self.magnitudes = Parameter((sum(m.values()),), None, m)
+        vector = lambda end: Parameter(
+            (sum(rows_of.values()),), None, {f"{prefix}{end}": n for prefix, n in rows_of.items()}
+        )
+        if lora.dora and self.parts:
+            self.magnitudes = vector("lora_magnitude_vector")
+        if lora.bias == "lora_only" and linear.bias is not None and self.parts:
+            self.own_bias = vector("base_layer.bias")
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         linear = self.linear
         if not self.on:
             return linear(x_NI)
-        dora = self.magnitudes, self.inverse_norms()
+        places = [part.columns for part in self.parts]
+        bias: Any = linear.bias
+        if self.own_bias is not None:
+            bias = F.replace_rows(bias.data, self.own_bias, places)
+        dora: tuple[Any, Any] = (None, None)
+        if self.magnitudes is not None:
+            dora = F.replace_rows(self.ones_O, self.magnitudes, places), self.inverse_norms()
         return F.lora_linear(
-            x_NI, linear.weight, self.lora_a, linear.bias, *dora, self.parts, *self.lora_b
+            x_NI, linear.weight, self.lora_a, bias, *dora, self.parts, *self.lora_b
         )
 
-    def inverse_norms(self) -> Array | None:
-        """Return 1 / the norms of the adapted matrix's rows, (O,), 1 for those without adapters;
-        None without DoRA."""
-        if self.norms2_O is None:
-            return None
+    def inverse_norms(self) -> Array:
+        """Return 1 / the norms of the adapted matrix's rows, (O,); 1 for those without adapters."""
         p_AO = linear_fwd(self.lora_a.value, self.linear.weight.value, np.float32)
         c_O = empty(p_AO, p_AO.shape[1])
         c_O.fill(1)
@@ -184,24 +243,65 @@ class LoraLinear(Linear):
             inverse_norms(c_O[columns], self.norms2_O[columns], p_rO, q_rO, b.data, part.factor)
         return c_O
 
-    def start_magnitudes(self, device: str) -> None:
-        """With DoRA: set the magnitudes to the norms of w, which new adapters do not change."""
+    def adapted_names(self) -> list[str]:
+        """Return how the names of the parts with adapters begin: "q_proj." or ""."""
+        return [name.removesuffix("lora_A.weight") for name in self.lora_a.parts]
+
+    def start(self, device: str) -> None:
+        """Set the biases to those of the model, the magnitudes to the norms of the adapted rows."""
+        columns = [part.columns for part in self.parts]
+        if self.own_bias is not None:
+            bias_O = as_float32(self.linear.bias)
+            self.own_bias.data = to_device(np.concatenate([bias_O[x] for x in columns]), device)
         if self.magnitudes is None:
             return
-        w_OI = to_numpy(dense(self.linear.weight.value, np.float32)).astype(np.float32)
-        norms_O = np.linalg.norm(w_OI, axis=1)
-        self.norms2_O = to_device(norms_O**2, device)
-        m = np.concatenate([norms_O[part.columns] for part in self.parts])
-        self.magnitudes.data = to_device(m, device)
+        v_OI = as_float32(self.linear.weight)
+        norms2_O = np.square(v_OI).sum(1)
+        self.norms2_O = to_device(norms2_O, device)
+        self.ones_O = to_device(np.ones_like(norms2_O), device)
+        m = []
+        for part, b in zip(self.parts, self.lora_b):
+            change = part.factor * (as_float32(b) @ as_float32(self.lora_a)[part.ranks])
+            m.append(np.linalg.norm(v_OI[part.columns] + change, axis=1))
+        self.magnitudes.data = to_device(np.concatenate(m), device)
 
     def _storage(self, prefix):
         packed = "weight" not in self.linear.weight.parts
         path = prefix[: prefix[:-1].rfind(".") + 1] if packed else prefix
-        yield path, self.lora_a
-        for b in self.lora_b:
-            yield path, b
-        if self.magnitudes is not None:
-            yield path, self.magnitudes
+        yield from self.linear._storage(prefix)
+        for parameter in (self.lora_a, *self.lora_b, self.magnitudes, self.own_bias):
+            if parameter is not None:
+                yield path, parameter
+
+
+class LoraEmbedding(Embedding):
+    """An Embedding, frozen, with an adapter, whose a is 0 at first, as in PEFT."""
+
+    on = True
+
+    def __init__(self, embedding: Embedding, lora: Lora):
+        self.weight = embedding.weight
+        C = self.weight.shape[1]
+        rows = sum(self.weight.parts.values())
+        r, self.factor = lora.ranks.of("model.embed_tokens")
+        self.lora_a = Parameter((r, rows), 0.0, {"lora_embedding_A": r})
+        self.lora_b = Parameter((C, r), 1.0, {"lora_embedding_B": C})
+
+    def __call__(self, ids_N: Array) -> Tensor:
+        if not self.on:
+            return F.embedding(ids_N, self.weight)
+        table = F.adapted_matrix(self.weight, self.lora_a, self.lora_b, self.factor, True)
+        return F.embedding(ids_N, table)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A Parameter of the frozen model, `attribute` of a module, and what is trained in its place."""
+
+    module: Module
+    attribute: str
+    frozen: Parameter
+    trained: Parameter
 
 
 class AdaptedTransformer(Transformer):
@@ -215,6 +315,8 @@ class AdaptedTransformer(Transformer):
 
     lora: Lora | None = None
     frozen: dict[str, tuple[int, ...]]
+    head_a: Parameter | None = None  # of an adapter of the head
+    on = True
 
     def adapt(self, lora: Lora, seed: int | None = 0, world: int = 1) -> None:
         """Add adapters, which change nothing yet.
@@ -222,6 +324,28 @@ class AdaptedTransformer(Transformer):
         seed: of their initialisation; None: they are zero.
         world: see nn.Arena.
         """
+        self._check(lora)
+        self.frozen = shapes_of(self)
+        self.base_arena = self.arena
+        base = dict(self.named_parameters()) if lora.init == PISSA else {}
+        old = {id(parameter) for _, parameter in self.storage()}
+        self.copied: list[Copied] = []
+        matrices = self._add_adapters(lora)
+        self._copy_trained(lora)
+        frozen = old - {id(copied.trained) for copied in self.copied}
+        self.trained = {id(p) for _, p in super()._storage("")} - frozen
+        self.lora = lora
+        device, bf16, *_ = self.arena.kind
+        self.arena = self.make_arena(device, seed, bf16, world)
+        for copied in self.copied:
+            copied.trained.data = to_device(as_float32(copied.frozen), device)
+        if base:
+            self._take_principal(lora.ranks, base)
+        for adapted in matrices:
+            adapted.start(device)
+
+    def _check(self, lora: Lora) -> None:
+        """Raise UserError for options that this model does not allow."""
         inside = [name for name in lora.targets if name in TARGETS_OF_MLP]
         if self.config.n_experts and inside:
             others = " ".join(name for name in TARGETS if name not in TARGETS_OF_MLP)
@@ -229,8 +353,26 @@ class AdaptedTransformer(Transformer):
                 f"experts cannot have LoRA adapters, but the targets are {', '.join(inside)}: give "
                 f"--lora-targets {others}"
             )
-        self.frozen = shapes_of(self)
-        self.base_arena = self.arena
+        tables = [x for x in TABLES if x in lora.targets or name_ends(x, lora.modules_to_save)]
+        if tables and self.config.tie_embeddings:
+            raise UserError(
+                f"embedding and head are one matrix in this model, which training {tables[0]} "
+                "would divide: leave it out"
+            )
+        if lora.init == PISSA and any(x.quantized is not None for _, x in self.storage()):
+            raise UserError(
+                "PiSSA is not supported with quantized --weights: leave one of them out"
+            )
+        names = [path.rstrip(".") for path, _ in self.storage() if is_norm(f"{path}weight")]
+        saved = [name for name in names if name_ends(name, lora.modules_to_save)]
+        if saved and huggingface.offset_of_norms(self):
+            raise UserError(
+                "the norms of a Gemma cannot be trained with adapters, whose files hold them minus "
+                "1: leave them out of --lora-modules-to-save"
+            )
+
+    def _add_adapters(self, lora: Lora) -> list[LoraLinear]:
+        """Put adapters on the targets, and return those of the blocks."""
         matrices = [
             (module, name, LoraLinear(item, path, name, lora))
             for path, module in list(self.modules())
@@ -240,36 +382,107 @@ class AdaptedTransformer(Transformer):
         matrices = [item for item in matrices if item[2].parts]
         for module, name, adapted in matrices:
             setattr(module, name, adapted)
-        if not matrices:
+        if "embed_tokens" in lora.targets:
+            self.model.embed_tokens = LoraEmbedding(self.model.embed_tokens, lora)
+        if "lm_head" in lora.targets:
+            r, self.head_factor = lora.ranks.of("lm_head")
+            V, C = self.config.vocab_size, self.config.dim
+            self.head_a = Parameter((r, C), (3 * C) ** -0.5, {"lm_head.lora_A.weight": r})
+            self.head_b = Parameter((V, r), 0.0, {"lm_head.lora_B.weight": V})
+        if not matrices and not set(TABLES).intersection(lora.targets):
             raise UserError(
                 f"no matrix of the changed model is named {' or '.join(lora.targets)}: choose "
                 "other --lora-targets"
             )
-        self.lora = lora
-        device, bf16, *_ = self.arena.kind
-        self.arena = self.make_arena(device, seed, bf16, world)
-        for *_, adapted in matrices:
-            adapted.start_magnitudes(device)
+        return [adapted for *_, adapted in matrices]
+
+    def _copy_trained(self, lora: Lora) -> None:
+        """Put new parameters in place of those that are trained whole."""
+        found = set()
+        inner = set()  # Linears inside a LoraLinear
+        for path, module in list(self.modules()):
+            if isinstance(module, LoraLinear):
+                inner.add(module.linear)
+                if lora.bias == "all" and module.linear.bias is not None:
+                    self._copy(module.linear, "bias", module.adapted_names())
+            elif isinstance(module, Linear):
+                if lora.bias == "all" and module.bias is not None and module not in inner:
+                    self._copy(module, "bias")
+            elif module is self or isinstance(module, (Embedding, RMSNorm)):
+                for attribute, item in list(vars(module).items()):
+                    name = attribute if module is self else path.rstrip(".")
+                    ends = [end for end in lora.modules_to_save if name.endswith(end)]
+                    if isinstance(item, Parameter) and ends:
+                        self._copy(module, attribute)
+                        found.update(ends)
+        if missing := set(lora.modules_to_save) - found:
+            raise UserError(
+                f"the model has no module {sorted(missing)[0]!r} that is trained whole: choose "
+                "embed_tokens, lm_head or norms for --lora-modules-to-save"
+            )
+
+    def _copy(self, module: Module, attribute: str, adapted: Sequence[str] = ()) -> None:
+        """adapted: beginnings of the names of parts that have adapters, "q_proj."."""
+        frozen = getattr(module, attribute)
+        parts = {}
+        for name, rows in frozen.parts.items():
+            start = name.removesuffix("bias")
+            parts[f"{start}base_layer.bias" if start in adapted else name] = rows
+        trained = Parameter(frozen.declared_shape, frozen.std, parts)
+        setattr(module, attribute, trained)
+        self.copied.append(Copied(module, attribute, frozen, trained))
+
+    def _take_principal(self, ranks: Ranks, base: dict[str, Tensor]) -> None:
+        """Start as PiSSA: move the largest singular values of each matrix to its adapter."""
+        device = self.arena.kind[0]
+        trained = dict(self.named_parameters())
+        for name, a in trained.items():
+            if not name.endswith(A):
+                continue
+            module = name.removesuffix(A)
+            w = base[f"{module}.weight"]
+            r, factor = ranks.of(module)
+            values = to_numpy(w.data).astype(np.float32)
+            if r > min(values.shape):
+                raise UserError(
+                    f"PiSSA of {module} needs a rank of at most {min(values.shape)}, got {r}: give "
+                    "a smaller one"
+                )
+            a_rI, b_Or = principal_factors(values, r)
+            a.data = to_device(a_rI * np.float32(factor**-0.5), device)
+            trained[module + B].data = to_device(b_Or * np.float32(factor**-0.5), device)
+            w.data = to_device((values - b_Or @ a_rI).astype(w.dtype), device)
 
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Compute with the frozen model alone inside this context."""
-        adapted = [module for _, module in self.modules() if isinstance(module, LoraLinear)]
-        for module in adapted:
-            module.on = False
+        """Compute with the frozen model alone inside this context; after PiSSA it is not the one
+        that was read."""
+        kinds = LoraLinear, LoraEmbedding
+        adapted = [module for _, module in self.modules() if isinstance(module, kinds)]
+        self._switch(adapted, on=False)
         try:
             yield
         finally:
-            for module in adapted:
-                module.on = True
+            self._switch(adapted, on=True)
+
+    def _switch(self, adapted: list[Any], on: bool) -> None:
+        self.on = on
+        for module in adapted:
+            module.on = on
+        for copied in self.copied:
+            setattr(copied.module, copied.attribute, copied.trained if on else copied.frozen)
+
+    def _head(self) -> Any:
+        head = super()._head()
+        if self.head_a is None or not self.on:
+            return head
+        v_PC = F.adapted_matrix(head, self.head_a, self.head_b, self.head_factor)
+        return F.cast(v_PC, head.value.dtype)
 
     def _storage(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
-        if self.lora is None:
-            yield from super()._storage(prefix)
-            return
-        for path, module in self.modules(prefix):
-            if isinstance(module, LoraLinear):
-                yield from module._storage(path)
+        for path, parameter in super()._storage(prefix):
+            if self.lora is None or id(parameter) in self.trained:
+                yield path, parameter
 
     @property
     def variation(self) -> str:

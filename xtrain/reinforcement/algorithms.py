@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UserError
+from ..errors import FunctionError, UserError
 from ..options import described, find_object, one_line
 from .grpo import GRPO, advantages_of, clipped
 from .surrogate import Algorithm, Objective, Rewarded, Tokens
@@ -134,7 +134,7 @@ def find_algorithm(name: str) -> Algorithm:
 
 
 def checked(algorithm: Algorithm, name: str) -> Algorithm:
-    """Return a user's algorithm with functions that raise UserError where its own fail, or return
+    """Return a user's algorithm with functions that raise FunctionError where its own fail, or return
     arrays of another shape or numbers that are not finite.   name: for the message."""
 
     def call(field: str, argument: Any) -> Any:
@@ -143,8 +143,8 @@ def checked(algorithm: Algorithm, name: str) -> Algorithm:
         except (Exception, SystemExit) as error:
             raise failure(field, f"raised {described(error)}") from error
 
-    def failure(field: str, what: str) -> UserError:
-        return UserError(f"--algorithm {name}: {field} {what}: fix the function")
+    def failure(field: str, what: str) -> FunctionError:
+        return FunctionError(f"--algorithm {name}: {field} {what}: fix the function")
 
     def array(field: str, x: Any, *shapes: tuple[int, ...]) -> np.ndarray:
         try:
@@ -158,8 +158,9 @@ def checked(algorithm: Algorithm, name: str) -> Algorithm:
 
     def of_step(field: str, step: Rewarded, *shapes: tuple[int, ...]) -> np.ndarray:
         x = array(field, call(field, step), *shapes)
-        if not np.isfinite(x).all():
-            raise failure(field, "returned numbers that are not finite")
+        with np.errstate(over="ignore"):
+            if not np.isfinite(x.astype(np.float32)).all():
+                raise failure(field, "returned numbers that are not finite in float32")
         return x
 
     def advantages(step: Rewarded) -> np.ndarray:

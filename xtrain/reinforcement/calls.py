@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import UserError
+from ..errors import FunctionError
 from ..options import described, find_function
 
 TICK = 0.2  # seconds between two looks at the clock
 GRACE = 1.0  # seconds that calls at the same time may take to end after their limit
 
 
-class CallError(UserError):
+class CallError(FunctionError):
     """A call that failed: the message names the function and the prompt."""
 
 

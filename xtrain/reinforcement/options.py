@@ -151,10 +151,10 @@ class ReinforceConfig(AdapterOptions):
                     f"{getattr(self, name)}"
                 )
         n = len(self.tasks)
-        if len(self.each_weight) != n or not np.isfinite(self.each_weight).all():
+        if len(self.each_weight) != n or not (np.abs(self.each_weight) <= 1e6).all():
             weights = " ".join(map(str, self.each_weight))
             raise UserError(
-                f"--reward-weights must be {n} numbers, one for each --task, got {weights}"
+                f"--reward-weights must be {n} numbers up to 1e6, one for each --task, got {weights}"
             )
         if "" in self.stop_strings:
             raise UserError("a text of --stop-strings is empty: give at least one character")

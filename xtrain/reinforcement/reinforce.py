@@ -41,7 +41,7 @@ from rich.console import Console
 
 from ..cli import say
 from ..device import Array, to_device, to_numpy
-from ..errors import UserError
+from ..errors import FunctionError, UserError
 from ..formats.saved_runs import Saved, model_folder
 from ..kernels.cross_entropy import IGNORE
 from ..kernels.decoding.sampling import UNCHANGED
@@ -215,23 +215,14 @@ class ReinforceRun(Run):
         """Draw completions and reward them; with --off-policy also those of the next step. Raises
         StepAbandoned; the next call draws the same."""
         if self.pending is None:
-            self.pending = self.at_position(self.done + 1)
+            self.pending = self.rollouts(self.done + 1)
         drawn = self.pending
         ahead = None
         if self.config.off_policy and self.done + 1 < self.config.steps:
-            ahead = self.at_position(self.done + 2)
+            ahead = self.rollouts(self.done + 2)
         self.current = drawn
         self.pending = ahead
         return drawn.batch
-
-    def at_position(self, step: int) -> Drawn:
-        """Return the rollouts of a step. Raises StepAbandoned; the next call draws the same."""
-        position = self.loader.state_dict()
-        try:
-            return self.rollouts(step)
-        except StepAbandoned:
-            self.loader.load_state_dict(position)
-            raise
 
     def rollouts(self, step: int) -> Drawn:
         """Draw completions of a step and reward them. With --dynamic-sampling, groups of equal
@@ -322,8 +313,8 @@ class ReinforceRun(Run):
         of_tasks = np.concatenate([x.of_tasks for x in groups], axis=1)
         for name, own in zip(names_of(c.tasks), of_tasks):
             total, count = self.ranks.sum([float(np.nansum(own)), float(np.isfinite(own).sum())])
-            if len(c.tasks) > 1:
-                numbers[f"rewards/{name}"] = total / max(count, 1)
+            if len(c.tasks) > 1 and count:
+                numbers[f"rewards/{name}"] = total / count
         return numbers
 
     def logged(self, groups: list[Group], batch: Rollouts, step: int) -> list[dict[str, Any]]:
@@ -391,6 +382,15 @@ class ReinforceRun(Run):
     def step(self) -> StepResult:
         """Rollouts, rewards, updates. Raises UserError if the task fails, or if --exact does not
         hold."""
+        pending = self.pending
+        try:
+            return self.make_step()
+        except (FunctionError, StepAbandoned):
+            self.pending = pending
+            raise
+
+    def make_step(self) -> StepResult:
+        """Make a step, which the caller takes back if it fails."""
         self.parallel.report_progress()
         self.phase_timer.begin("data")
         batch = self.next_batch()
@@ -402,7 +402,12 @@ class ReinforceRun(Run):
             self.measured = []
             # an update counts as one of max_skips only with the step that it belongs to
             self.skips_in_a_row.fill(self.skips_in_a_row_read)
-            loss, norm = self.update(batch)
+            try:
+                loss, norm = self.update(batch)
+            except FunctionError as error:
+                if i:  # the step has changed the weights: there is nothing to save
+                    raise UserError(str(error)) from error
+                raise
             losses.append(float(to_numpy(loss)[0]))
             norms.append(float(to_numpy(norm)[0]))
             if i == 0:
@@ -486,9 +491,12 @@ class ReinforceRun(Run):
             groups = self.rewarded(mine, self.failed, self.done)
         rewards = np.array([x.rewards for x in groups])
         total, n = r.sum([float(np.nansum(rewards)), float(np.isfinite(rewards).sum())])
-        reward = total / max(n, 1)
+        reward = float("nan")  # of no completion
+        sentence = "no validation reward: no completion has one"
+        if n:
+            reward = total / n
+            sentence = f"validation reward {reward:.4f}, of {n:.0f} prompts at temperature 0"
         self.val_loss = self.done, -reward
-        sentence = f"validation reward {reward:.4f}, of {n:.0f} prompts at temperature 0"
         log.measured(self.done, {"val_reward": reward}, sentence)
 
     def sample(self) -> str:
@@ -504,7 +512,8 @@ class ReinforceRun(Run):
         except (CallError, Interrupted) as error:
             return f"{self.corpus.tokenizer.decode(prompt.ids)}\nno reward: {error}"
         text = self.corpus.tokenizer.decode(group.episodes[0].tokens)
-        return f"{text}\nreward {group.rewards[0]:g}"
+        reward = group.rewards[0]
+        return f"{text}\n" + ("no reward" if np.isnan(reward) else f"reward {reward:g}")
 
 
 def seed_of(seed: int, *numbers: int) -> int:

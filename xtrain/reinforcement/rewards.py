@@ -36,6 +36,7 @@ from .prompts import Prompt
 
 EXTRAS = ("completion_ids", "finish_reasons", "messages", "step")
 EQUAL_REWARDS = 1e-6  # differ by at most this
+LARGEST = 1e30  # reward: its advantage is a float32
 
 
 @dataclass
@@ -162,6 +163,9 @@ class Task(UserFunction):
         for reward, returned in zip(rewards, found):
             if returned is not None and not math.isfinite(reward):
                 return self.failure(f"returned the reward {reward}", where)
+            if abs(reward) > LARGEST:
+                what = f"returned the reward {reward:g}, which is larger than {LARGEST:g},"
+                return self.failure(what, where)
         return rewards
 
 

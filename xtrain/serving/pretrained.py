@@ -12,6 +12,7 @@ from ..cli import say
 from ..device import resolve_device
 from ..errors import UserError
 from ..formats import huggingface
+from ..formats.gguf_tensors import shown
 from ..formats.saved_runs import model_folder
 from ..formats.texts import Texts, load_texts
 from ..nn.draft_heads import DraftHeads
@@ -80,7 +81,7 @@ def load(
     texts = load_texts(folder)
     if texts.tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"{folder}: the tokenizer has {texts.tokenizer.vocab_size} tokens, the model only "
+            f"{shown(folder)}: the tokenizer has {texts.tokenizer.vocab_size} tokens, the model only "
             f"{config.vocab_size}: use the tokenizer that belongs to the model"
         )
     model = Transformer.from_pretrained(folder, device, chosen, trainable=False, change=change)

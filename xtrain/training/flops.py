@@ -46,13 +46,15 @@ def flops_per_token(model: Transformer, T: float) -> float:
     document.
     """
     c = model.saved_config
+    shapes = shapes_of(model)
+    others = {name: x for name, x in frozen_shapes(model).items() if name not in shapes}
     trained, frozen = (
         sum(
             math.prod(x) * active_share(c, n)
-            for n, x in shapes.items()
+            for n, x in some.items()
             if len(x) == 2 and "embed_tokens" not in n
         )
-        for shapes in (shapes_of(model), frozen_shapes(model))
+        for some in (shapes, others)
     )
     # the table is used as a matrix too
     head = 0

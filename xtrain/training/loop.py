@@ -19,7 +19,7 @@ from ..cli import Output
 from ..console import PrintableConsole
 from ..data.dataset import Corpus, prepare
 from ..device import device_name, to_numpy
-from ..errors import UserError
+from ..errors import FunctionError, UserError
 from ..formats import saved_runs
 from ..kernels.runtime.launch import set_debug
 from ..nn.fp8 import Fp8Scales
@@ -119,18 +119,35 @@ class Loop:
                 self.step(last)
             except StepAbandoned as error:
                 self.end_early(error)
+            except FunctionError as error:
+                if run.ranks.world > 1:  # the others wait for this rank's part of the step
+                    raise
+                self.end_early(StepAbandoned(str(error)))
         self.wait_for_writer()
         run.ranks.on_rank_0(self.writer.finish)
 
     def step(self, last: int) -> None:
         """Make a step, and what is due after it. last: the step at which this process ends."""
-        self.unread.append(self.run.step())
+        self.unread.append(self.made_step())
         self.stopping = self.stop_requested()
         due = self.due(last)
         if due or len(self.unread) == self.read_every:
             self.read_numbers()
             self.between_steps(due)
             self.since = time.perf_counter()
+
+    def made_step(self) -> StepResult:
+        """Return the result of a step. If it fails before it has changed the weights, the run is in
+        the state after the step before."""
+        run = self.run
+        position = run.loader.state_dict()
+        t = run.optimizer.t
+        try:
+            return run.step()
+        except (FunctionError, StepAbandoned):
+            run.loader.load_state_dict(position)
+            run.optimizer.t = t
+            raise
 
     def end_early(self, error: StepAbandoned) -> None:
         """Write a checkpoint of the last step. Then raise the error, unless the run was only to

@@ -32,6 +32,8 @@ def progress(lines: Sequence[dict[str, Any]], name: str, step: int) -> Progress:
     if name.endswith(SMALLER_IS_BETTER):
         sign = 1.0
     scores = {line["step"]: sign * line[name] for line in lines if is_number(line.get(name))}
+    if not scores and any(name in line for line in lines):  # every one was unknown
+        return Progress(None, 0)
     if not scores:
         others = {key for line in lines if "loss" not in line for key in line} - {"step"}
         raise UserError(

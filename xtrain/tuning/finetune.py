@@ -62,7 +62,7 @@ class AdapterOptions(ParallelOptions, ExpertOptions, OptimizerOptions):
     # the adapters' product is multiplied by this / rank; none: twice the rank, or that of the
     # adapters in --init
     lora_alpha: float | None = None
-    # all, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
+    # all, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, embed_tokens, lm_head
     lora_targets: tuple[str, ...] = ("all",)
     # matrices with another rank, as NAME=RANK; NAME: a regular expression of the end of their names,
     # such as k_proj=4 or 'layers\.0\..*=8'
@@ -73,6 +73,12 @@ class AdapterOptions(ParallelOptions, ExpertOptions, OptimizerOptions):
     # with --lora, of the frozen model's matrices: int8, fp8 in one byte per weight, int4, nf4 in four
     # bits (QLoRA); full: as --precision says
     weights: Literal["full", "int8", "fp8", "int4", "nf4"] = "full"
+    # biases that are trained: none, all, or those of the matrices with adapters
+    lora_bias: Literal["none", "all", "lora_only"] = "none"
+    # what is trained whole: embed_tokens, lm_head, or ends of the names of norms
+    lora_modules_to_save: tuple[str, ...] = ()
+    # pissa: the adapters begin with the largest singular values of the matrices
+    lora_init: Literal["default", "pissa"] = "default"
     # the run is written to OUT/NAME; none: the name of the command
     name: str | None = None
     # a chat template in place of the model's, which is saved with the run: a file, or chatml, llama3,
@@ -140,6 +146,9 @@ class AdapterOptions(ParallelOptions, ExpertOptions, OptimizerOptions):
             or None,
             "rslora": self.lora_rslora or None,
             "dora": self.lora_dora or None,
+            "bias": self.lora_bias if self.lora_bias != "none" else None,
+            "modules_to_save": self.lora_modules_to_save or None,
+            "init": self.lora_init if self.lora_init != "default" else None,
         }
         given = {name: value for name, value in options.items() if value is not None}
         return replace(lora, r=self.lora, base=base, **given)

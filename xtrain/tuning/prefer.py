@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ..cli import say
 from ..device import Array, to_device, to_numpy
-from ..errors import UserError
+from ..errors import FunctionError, UserError
 from ..formats.adapters import is_adapter
 from ..formats.saved_runs import Saved
 from ..kernels.cross_entropy import IGNORE
@@ -137,11 +137,12 @@ def loss_named(name: str) -> Loss:
         try:
             found = function(answers, options)
         except (Exception, SystemExit) as error:
-            raise UserError(f"--loss {name} raised {described(error)}: fix the function") from error
+            what = f"--loss {name} raised {described(error)}: fix the function"
+            raise FunctionError(what) from error
         shape = answers.logprobs.shape
         expected = shape[:1], shape, shape
         if not isinstance(found, Losses) or tuple(map(np.shape, vars(found).values())) != expected:
-            raise UserError(
+            raise FunctionError(
                 f"--loss {name} must return Losses of shapes {expected}, got "
                 f"{one_line(repr(found))}: fix the function"
             )
@@ -222,7 +223,8 @@ class PreferRun(FinetuneRun):
         c = self.config
         self.loss_of = loss_named(c.loss)
         self.has_reference = c.loss not in WITHOUT_REFERENCE
-        self.new_adapters = c.lora > 0 and not (c.init and is_adapter(Path(c.init)))
+        new = c.lora > 0 and not (c.init and is_adapter(Path(c.init)))
+        self.new_adapters = new and c.lora_init != "pissa"  # which changes the frozen model
         self.reference: dict[str, np.ndarray] | None = None
         self.sums: list[np.ndarray] = []
         self.kl = 0.0

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..data.batches import Batch, Shuffled
 from ..data.chat_template import ChatTemplate
-from ..data.conversations import without_weight
+from ..data.conversations import role_of, without_weight
 from ..data.records import Record, records_of
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
@@ -167,7 +167,9 @@ def labelled_of(record: Record) -> list[tuple[list[Record], bool]]:
     if isinstance(prompt, str) and isinstance(answer, str):
         return [([_texts(record, answer)], label)]
     messages = _whole(record, "completion")
-    return [([_conversation(record, messages, len(_messages(prompt, "user")))], label)]
+    asked = len(_messages(prompt, "user"))
+    _check_answer(record, "completion", messages[:asked], messages[asked:])
+    return [([_conversation(record, messages, asked)], label)]
 
 
 def has_conversations(files: Sequence[str]) -> bool:
@@ -197,7 +199,26 @@ def pair_of(record: Record) -> list[Record]:
     shared = 0
     while shared < min(len(right), len(wrong)) and right[shared] == wrong[shared]:
         shared += 1
+    for name, messages in (("chosen", right), ("rejected", wrong)):
+        _check_answer(record, name, messages[:shared], messages[shared:])
     return [_conversation(record, answer, shared) for answer in (right, wrong)]
+
+
+def _check_answer(record: Record, name: str, prompt: list[Any], answer: list[Any]) -> None:
+    """Raise UserError unless a message of the assistant follows a prompt."""
+    roles = [role_of(message) for message in (*prompt, *answer[:1])]
+    if None in roles:
+        return  # data/conversations.py says what is wrong
+    if "user" not in roles[: len(prompt)]:
+        raise UserError(
+            f'{record.where} has no prompt that its answers share: add "prompt", or let "chosen" '
+            'and "rejected" begin with the same messages'
+        )
+    if roles[len(prompt) :] != ["assistant"]:
+        raise UserError(
+            f'{record.where}: "{name}" must be an answer to the prompt, so that a message of the '
+            "assistant follows what its answers share: fix or remove the line"
+        )
 
 
 def _prompt(record: Record) -> Any:
