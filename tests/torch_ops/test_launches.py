@@ -254,6 +254,28 @@ def test_parts_of_arrays(driver):
     assert torch.equal(y, torch.cat((torch.zeros(24), x[4:12] + 1)))
 
 
+def test_what_depends_on_addresses_is_made_once(driver, monkeypatch):
+    """For each set of addresses; always while a graph is captured, so that its maker knows of the graph."""
+    made = []
+
+    def make(addresses):
+        made.append(addresses)
+        return Uploaded(np.full(8, len(made), np.float32).tobytes())
+
+    def launcher(x):
+        derived = _launch.instead.derive(make, [x.ctypes.data], 8, np.dtype(np.float32))
+        y = empty_like(x)
+        launch(add_one_kernel, 1, 8, y, derived)
+        return y
+
+    run = _launches.Repeatable(launcher, frozenset())
+    a, b = torch.zeros(8), torch.zeros(8)
+    values = [run([x])[0][0].item() for x in (a, b, a)]
+    assert values == [2, 3, 2] and made == [(a.data_ptr(),), (b.data_ptr(),)]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert run([a])[0][0] == 4 and len(made) == 3
+
+
 def test_threads_do_not_share_parameters(driver):
     def launcher(x):
         y = empty_like(x)

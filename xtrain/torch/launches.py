@@ -55,7 +55,8 @@ class Placeholder:
         self._c_contiguous = not self.size or all(s == d for s, d, n in steps if n > 1)
         self.flags = SimpleNamespace(c_contiguous=self._c_contiguous)
         self.device = recording.device
-        self.ctypes = SimpleNamespace(data=address)  # for primitives.flat.on_16_bytes
+        self.ctypes = SimpleNamespace(data=address)  # for primitives.flat.address_of
+        self.data = SimpleNamespace(memset_async=self._clear)  # no ptr: nothing else may read it
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -95,9 +96,9 @@ class Placeholder:
             raise TypeError("only copies of whole contiguous arrays can be recorded")
         self.recording.steps.append(_Copy(self, value))
 
-    def fill(self, value: int) -> None:
-        """Record that all bytes become zero."""
-        if value != 0 or not self._c_contiguous:
+    def _clear(self, value, nbytes):
+        """Record what `zeros` does."""
+        if value != 0 or nbytes != self.nbytes:
             raise TypeError("only zeros can be recorded")
         self.recording.steps.append(_Clear(self))
 

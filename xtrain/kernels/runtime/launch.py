@@ -104,7 +104,7 @@ def zeros(like: Array, shape, dtype=None) -> Array:
     dtype = like.dtype if dtype is None else np.dtype(dtype)
     if instead.allocate is not None and not isinstance(like, np.ndarray):
         new = instead.allocate(shape, dtype)
-        new.fill(0)
+        new.data.memset_async(0, new.nbytes)
         return new
     new = array_module(like).zeros(shape, dtype)
     return new.view(SimArray) if isinstance(like, SimArray) else new
