@@ -41,6 +41,7 @@ REPEATED = [
     "rope",
     "rope_positions",
     "norm_rope",
+    "qk_norm_rope",
     "embedding",
     "cross_entropy",
     "softmax",
@@ -86,6 +87,10 @@ class Driver:
     def memcpy(self, target, source, nbytes, kind, stream):
         assert (kind, stream) == (3, STREAM)
         ctypes.memmove(target, source, nbytes)
+
+    def memcpy2d(self, target, pitch, source, source_pitch, width, rows, kind, stream):
+        for i in range(rows):
+            self.memcpy(target + i * pitch, source + i * source_pitch, width, kind, stream)
 
     def argument(self, kind, words):
         """Read one argument from the parameters."""
@@ -141,6 +146,7 @@ def driver(monkeypatch):
     )  # fmt: skip
     runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=driver.memset)
     runtime.memcpyAsync = driver.memcpy
+    runtime.memcpy2DAsync = driver.memcpy2d
     runtime.memcpyDeviceToDevice = 3
     cuda = SimpleNamespace(
         Device=lambda _: card,
@@ -306,10 +312,10 @@ def test_what_cannot_be_recorded_runs_as_usual(driver, monkeypatch):
         _launches, "run_launcher", lambda launcher, given: usual.append(launcher) or [given[0]]
     )
     own = np.zeros(4, np.float32)
-    x = torch.ones(4, 8)
+    x = torch.ones(4, 2, 8)
     for launcher in (
         lambda x: x.copy(),
-        lambda x: empty_like(x)[:, 1:].__setitem__(..., x[:, 1:]),
+        lambda x: empty_like(x)[:, :, 1:].__setitem__(..., x[:, :, 1:]),
         lambda x: x.data.ptr,
         lambda x: x if x.reshape(-1)[0] > 0 else empty_like(x),
         lambda x: empty_like(x) if x else x,

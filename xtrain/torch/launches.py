@@ -90,11 +90,15 @@ class Placeholder:
         return Placeholder(self.recording, address, tuple(shape), self.dtype, self.strides)
 
     def __setitem__(self, where: Any, value: "Placeholder") -> None:
-        """Record that all elements are copied from another array."""
+        """Record that all elements are copied from another array. Rows may be further apart."""
         same = where is ... and self.dtype == value.dtype and self.shape == value.shape
-        if not (same and self._c_contiguous and value._c_contiguous):
-            raise TypeError("only copies of whole contiguous arrays can be recorded")
+        if not (same and self.ndim and self._has_dense_rows() and value._has_dense_rows()):
+            raise TypeError("only copies of whole arrays can be recorded")
         self.recording.steps.append(_Copy(self, value))
+
+    def _has_dense_rows(self):
+        row = Placeholder(self.recording, 0, self.shape[1:], self.dtype, self.strides[1:])
+        return row._c_contiguous
 
     def _clear(self, value, nbytes):
         """Record what `zeros` does."""
@@ -128,7 +132,7 @@ class _Clear:
 
 
 class _Copy:
-    """Set an array to another."""
+    """Set an array to another. Both have contiguous rows."""
 
     def __init__(self, array: Placeholder, source: Placeholder):
         self.name = "memcpy"
@@ -136,14 +140,23 @@ class _Copy:
         self.source, self.source_offset = _split(source.address)
         self.nbytes = array.nbytes
         runtime = cupy().cuda.runtime
-        self.memcpy = runtime.memcpyAsync
-        self.kind = runtime.memcpyDeviceToDevice
+        kind = runtime.memcpyDeviceToDevice
+        if array._c_contiguous and source._c_contiguous:
+            copy_bytes = runtime.memcpyAsync
+            self.start = lambda to, of, stream: copy_bytes(to, of, array.nbytes, kind, stream)
+            return
+        copy_rows = runtime.memcpy2DAsync
+        rows = array.shape[0]
+        pitch = array.strides[0]
+        source_pitch = source.strides[0]
+        self.start = lambda to, of, stream: copy_rows(
+            to, pitch, of, source_pitch, array.nbytes // rows, rows, kind, stream
+        )
 
     def __call__(self, addresses: list[int], stream: int) -> None:
         if self.nbytes:
-            source = addresses[self.source] + self.source_offset
             target = addresses[self.place] + self.offset
-            self.memcpy(target, source, self.nbytes, self.kind, stream)
+            self.start(target, addresses[self.source] + self.source_offset, stream)
 
 
 class _Launch:
