@@ -32,7 +32,7 @@ def add_one_kernel(y, x):
     y[cuda.threadIdx.x] = x[cuda.threadIdx.x] + float32(1.0)
 
 
-# of torch_cases; the others copy, call cuBLAS or use tensor maps
+# of torch_cases; the others call cuBLAS, and attention has a test of its own
 REPEATED = [
     "rmsnorm",
     "residual_rmsnorm",
