@@ -3,8 +3,8 @@
 A launcher in xtrain/kernels chooses its kernels, grids and scalars by shapes, strides, dtypes and
 alignment; it does not read values. So what it does for inputs that agree in these is a list, which
 is recorded once: memory to allocate, to clear, to copy, kernels with their packed parameters. To
-repeat it, the addresses of this call's tensors are written into the parameters. That takes a
-quarter of the launcher's time on the host, and the GPU does the same.
+repeat it, the addresses of this call's tensors are written into the parameters. The GPU does the
+same, and the host much less.
 
 The list is recorded by running the launcher with placeholders, arrays that have a layout and no
 memory. A launcher that does anything else with an array than look at its layout, allocate with
