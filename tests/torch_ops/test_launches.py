@@ -32,7 +32,7 @@ def add_one_kernel(y, x):
     y[cuda.threadIdx.x] = x[cuda.threadIdx.x] + float32(1.0)
 
 
-# of torch_cases; the others copy, call cuBLAS or use tensor maps
+# of torch_cases; the others call cuBLAS, and attention has a test of its own
 REPEATED = [
     "rmsnorm",
     "residual_rmsnorm",
@@ -41,6 +41,7 @@ REPEATED = [
     "rope",
     "rope_positions",
     "norm_rope",
+    "qk_norm_rope",
     "embedding",
     "cross_entropy",
     "softmax",
@@ -86,6 +87,10 @@ class Driver:
     def memcpy(self, target, source, nbytes, kind, stream):
         assert (kind, stream) == (3, STREAM)
         ctypes.memmove(target, source, nbytes)
+
+    def memcpy2d(self, target, pitch, source, source_pitch, width, rows, kind, stream):
+        for i in range(rows):
+            self.memcpy(target + i * pitch, source + i * source_pitch, width, kind, stream)
 
     def argument(self, kind, words):
         """Read one argument from the parameters."""
@@ -141,6 +146,7 @@ def driver(monkeypatch):
     )  # fmt: skip
     runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=driver.memset)
     runtime.memcpyAsync = driver.memcpy
+    runtime.memcpy2DAsync = driver.memcpy2d
     runtime.memcpyDeviceToDevice = 3
     cuda = SimpleNamespace(
         Device=lambda _: card,
@@ -254,6 +260,28 @@ def test_parts_of_arrays(driver):
     assert torch.equal(y, torch.cat((torch.zeros(24), x[4:12] + 1)))
 
 
+def test_what_depends_on_addresses_is_made_once(driver, monkeypatch):
+    """For each set of addresses; always while a graph is captured, so that its maker knows of the graph."""
+    made = []
+
+    def make(addresses):
+        made.append(addresses)
+        return Uploaded(np.full(8, len(made), np.float32).tobytes())
+
+    def launcher(x):
+        derived = _launch.instead.derive(make, [x.ctypes.data], 8, np.dtype(np.float32))
+        y = empty_like(x)
+        launch(add_one_kernel, 1, 8, y, derived)
+        return y
+
+    run = _launches.Repeatable(launcher, frozenset())
+    a, b = torch.zeros(8), torch.zeros(8)
+    values = [run([x])[0][0].item() for x in (a, b, a)]
+    assert values == [2, 3, 2] and made == [(a.data_ptr(),), (b.data_ptr(),)]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert run([a])[0][0] == 4 and len(made) == 3
+
+
 def test_threads_do_not_share_parameters(driver):
     def launcher(x):
         y = empty_like(x)
@@ -284,10 +312,10 @@ def test_what_cannot_be_recorded_runs_as_usual(driver, monkeypatch):
         _launches, "run_launcher", lambda launcher, given: usual.append(launcher) or [given[0]]
     )
     own = np.zeros(4, np.float32)
-    x = torch.ones(4, 8)
+    x = torch.ones(4, 2, 8)
     for launcher in (
         lambda x: x.copy(),
-        lambda x: empty_like(x)[:, 1:].__setitem__(..., x[:, 1:]),
+        lambda x: empty_like(x)[:, :, 1:].__setitem__(..., x[:, :, 1:]),
         lambda x: x.data.ptr,
         lambda x: x if x.reshape(-1)[0] > 0 else empty_like(x),
         lambda x: empty_like(x) if x else x,

@@ -265,6 +265,8 @@ def test_choosing():
     output = model(**batch())
     assert output.logits.shape == (B, T, 40)
     assert model.config._attn_implementation == "sdpa"
+    tables = model.model.rotary_emb(torch.empty(0), torch.arange(T)[None])
+    assert all(x.is_contiguous() for x in tables)  # else every call of rope copies them
     xt.register_attention()
     model.set_attn_implementation("xtrain")  # without apply
     torch.testing.assert_close(model(**batch()).loss, output.loss)

@@ -3,8 +3,8 @@
 A launcher in xtrain/kernels chooses its kernels, grids and scalars by shapes, strides, dtypes and
 alignment; it does not read values. So what it does for inputs that agree in these is a list, which
 is recorded once: memory to allocate, to clear, to copy, kernels with their packed parameters. To
-repeat it, the addresses of this call's tensors are written into the parameters. That takes a
-quarter of the launcher's time on the host, and the GPU does the same.
+repeat it, the addresses of this call's tensors are written into the parameters. The GPU does the
+same, and the host much less.
 
 The list is recorded by running the launcher with placeholders, arrays that have a layout and no
 memory. A launcher that does anything else with an array than look at its layout, allocate with
@@ -55,7 +55,8 @@ class Placeholder:
         self._c_contiguous = not self.size or all(s == d for s, d, n in steps if n > 1)
         self.flags = SimpleNamespace(c_contiguous=self._c_contiguous)
         self.device = recording.device
-        self.ctypes = SimpleNamespace(data=address)  # for primitives.flat.on_16_bytes
+        self.ctypes = SimpleNamespace(data=address)  # for primitives.flat.address_of
+        self.data = SimpleNamespace(memset_async=self._clear)  # no ptr: nothing else may read it
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -89,15 +90,19 @@ class Placeholder:
         return Placeholder(self.recording, address, tuple(shape), self.dtype, self.strides)
 
     def __setitem__(self, where: Any, value: "Placeholder") -> None:
-        """Record that all elements are copied from another array."""
+        """Record that all elements are copied from another array. Rows may be further apart."""
         same = where is ... and self.dtype == value.dtype and self.shape == value.shape
-        if not (same and self._c_contiguous and value._c_contiguous):
-            raise TypeError("only copies of whole contiguous arrays can be recorded")
+        if not (same and self.ndim and self._has_dense_rows() and value._has_dense_rows()):
+            raise TypeError("only copies of whole arrays can be recorded")
         self.recording.steps.append(_Copy(self, value))
 
-    def fill(self, value: int) -> None:
-        """Record that all bytes become zero."""
-        if value != 0 or not self._c_contiguous:
+    def _has_dense_rows(self):
+        row = Placeholder(self.recording, 0, self.shape[1:], self.dtype, self.strides[1:])
+        return row._c_contiguous
+
+    def _clear(self, value, nbytes):
+        """Record what `zeros` does."""
+        if value != 0 or nbytes != self.nbytes:
             raise TypeError("only zeros can be recorded")
         self.recording.steps.append(_Clear(self))
 
@@ -127,7 +132,7 @@ class _Clear:
 
 
 class _Copy:
-    """Set an array to another."""
+    """Set an array to another. Both have contiguous rows."""
 
     def __init__(self, array: Placeholder, source: Placeholder):
         self.name = "memcpy"
@@ -135,14 +140,23 @@ class _Copy:
         self.source, self.source_offset = _split(source.address)
         self.nbytes = array.nbytes
         runtime = cupy().cuda.runtime
-        self.memcpy = runtime.memcpyAsync
-        self.kind = runtime.memcpyDeviceToDevice
+        kind = runtime.memcpyDeviceToDevice
+        if array._c_contiguous and source._c_contiguous:
+            copy_bytes = runtime.memcpyAsync
+            self.start = lambda to, of, stream: copy_bytes(to, of, array.nbytes, kind, stream)
+            return
+        copy_rows = runtime.memcpy2DAsync
+        rows = array.shape[0]
+        pitch = array.strides[0]
+        source_pitch = source.strides[0]
+        self.start = lambda to, of, stream: copy_rows(
+            to, pitch, of, source_pitch, array.nbytes // rows, rows, kind, stream
+        )
 
     def __call__(self, addresses: list[int], stream: int) -> None:
         if self.nbytes:
-            source = addresses[self.source] + self.source_offset
             target = addresses[self.place] + self.offset
-            self.memcpy(target, source, self.nbytes, self.kind, stream)
+            self.start(target, addresses[self.source] + self.source_offset, stream)
 
 
 class _Launch:
@@ -341,7 +355,8 @@ class Repeatable:
     def __call__(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
         """Return the launcher's results for tensors in place of arrays."""
         given = list(arguments)
-        layout: list[Any] = [launch.mode()]
+        mode = launch.mode()
+        layout: list[Any] = [mode]
         addresses = []
         index = -1
         for i, a in enumerate(arguments):
@@ -358,7 +373,7 @@ class Repeatable:
             index = a.get_device()
             layout += (a.shape, a.dtype, index)
         alone = len(set(addresses)) == len(addresses)  # a launcher may compare addresses
-        if index >= 0 and alone and launch.unobserved() and current_device() == index:
+        if index >= 0 and alone and mode is not None and current_device() == index:
             launches = self._launches(tuple(layout), given, index)
             if launches is not None:
                 return launches.repeat(addresses, current_stream(index))

@@ -217,7 +217,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -
 def _qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, H, G, T, eps):
     weights = (_float(q_weight), _float(k_weight))
     arguments = (qkv, *weights, cos, sin, H, G, T, eps, positions)
-    q, k, v, rstd = _qk_norm_rope.qk_norm_rope_fwd(*arguments)
+    q, k, values, rstd = _qk_norm_rope.qk_norm_rope_fwd(*arguments)
+    v = empty(qkv, values.shape)  # a result of an op is no part of an argument
+    v[...] = values
     if rstd is None:
         rstd = empty(qkv, 0, np.float32)
     return q, k, v, rstd

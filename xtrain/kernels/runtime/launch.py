@@ -104,7 +104,7 @@ def zeros(like: Array, shape, dtype=None) -> Array:
     dtype = like.dtype if dtype is None else np.dtype(dtype)
     if instead.allocate is not None and not isinstance(like, np.ndarray):
         new = instead.allocate(shape, dtype)
-        new.fill(0)
+        new.data.memset_async(0, new.nbytes)
         return new
     new = array_module(like).zeros(shape, dtype)
     return new.view(SimArray) if isinstance(like, SimArray) else new
@@ -530,14 +530,14 @@ def _address_words(args) -> list[int]:
     return words
 
 
-def unobserved() -> bool:
-    """Return True if launches may be repeated without `launch`: none is observed or noted, or
-    followed by a synchronization."""
-    return not (launch_observers or _debug or _notes.specializations is not None)
+def mode() -> tuple[bool, bool] | None:
+    """Return what a launcher decides by, besides its arguments and the GPU.
 
-
-def mode() -> tuple[bool, bool]:
-    """Return what a launcher decides by, besides its arguments and the GPU."""
+    None if launches must not be repeated without `launch`: they are observed or noted, or each is
+    followed by a synchronization.
+    """
+    if launch_observers or _debug or _notes.specializations is not None:
+        return None
     return _overlap, is_batch_invariant()
 
 
