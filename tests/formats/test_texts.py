@@ -9,6 +9,7 @@ import gguf
 import httpx
 import pytest
 import transformers
+from runs import write_lines
 from serving import CHATML, TOKENIZER, make_parrot, sentencepiece_tokenizer, tokenizer_folder
 from tokenizers import AddedToken
 
@@ -60,11 +61,6 @@ def test_named_tokens_are_those_of_transformers(tmp_path, name):
     assert (again.encode(text), again.special_ids) == (ids, ours.special_ids)
 
 
-def write(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
 AROUND = ["<s> $A", "<s> $A </s>", "$A </s>", "$A"]
 
 
@@ -102,8 +98,8 @@ def test_training_and_serving_have_the_same_tokens(tmp_path, around):
     eos = texts.tokenizer.eos_token_id
     for prompt in ("def f", "<s>def f"):
         pairs = [{"prompt": prompt, "completion": "(x)" + end} for end in ("", "</s>")]
-        data = write(tmp_path / "pairs.jsonl", *pairs)
-        whole = write(tmp_path / "texts.jsonl", {"text": prompt}, {"text": prompt + "</s>"})
+        data = write_lines(tmp_path / "pairs.jsonl", *pairs)
+        whole = write_lines(tmp_path / "texts.jsonl", {"text": prompt}, {"text": prompt + "</s>"})
         served = texts.tokenizer.encode_prompt(prompt)
         assert served == scorer.encode(prompt)
         assert served in (bos + TOKENIZER.encode("def f"), texts.tokenizer.encode("<s>def f"))
@@ -189,7 +185,7 @@ def test_the_server_and_evaluate_answer_without_it(parrot):
 
 def test_fine_tuning_learns_the_end_of_a_turn(parrot, tmp_path):
     talk = [{"role": "user", "content": "def f"}, {"role": "assistant", "content": "fine"}]
-    data = write(tmp_path / "x.jsonl", *[{"messages": talk}] * 3)
+    data = write_lines(tmp_path / "x.jsonl", *[{"messages": talk}] * 3)
     corpus = read_conversations(FinetuneConfig(data=(data,)), parrot, 64)
     x = corpus.train[0]
     assert corpus.tokenizer.decode(x.ids[x.trained]) == "fine<|im_end|>"
@@ -202,7 +198,7 @@ def test_a_rollout_ends_with_the_turn(parrot, tmp_path, monkeypatch):
     texts = load_texts(parrot)
     talk = [{"role": "user", "content": "def f"}]
     for record, want in (({"messages": talk}, texts.chat_stop), ({"prompt": "x"}, texts.answer_stop)):  # fmt: skip
-        data = write(tmp_path / "x.jsonl", *[record] * 2)
+        data = write_lines(tmp_path / "x.jsonl", *[record] * 2)
         config = ReinforceConfig(init=str(parrot), data=(data,), task="a_task:reward", group=2, batch=2)  # fmt: skip
         assert prepare(config, SingleProcess())[1].stop == want
 

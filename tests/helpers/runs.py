@@ -33,6 +33,12 @@ def run(out, console=SILENT, **more) -> Path:
     return train(options(out, **more), console)
 
 
+def write_lines(path, *records) -> str:
+    """Write records as JSON lines. -> the path"""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
 def metrics(folder) -> list[dict]:
     """The records in metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -62,6 +62,22 @@ CHATML = (
 )
 
 
+def chat_tokenizer(text="def f(x):\n    return x + 1\n"):
+    """Train a tokenizer that has the special tokens of CHATML."""
+    backend = Tokenizer.train([text * 50], 290)._backend
+    names = ("<|im_start|>", "<|im_end|>")
+    backend.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in names])
+    return Tokenizer(backend)
+
+
+def chat_folder(folder, tokenizer, **changes):
+    """Save a small random model of the CPU with the template CHATML. -> the folder"""
+    config = small(vocab_size=tokenizer.vocab_size, qk_norm=False, **changes)
+    random_model(config, device="cpu").save_pretrained(folder, tokenizer)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return folder
+
+
 def tokenizer_folder(folder, vocabulary=(), added=(), around=None, template=None, **config):
     """Save TOKENIZER with changes. -> the folder
 

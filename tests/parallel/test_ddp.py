@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checks import only_slow
+from checks import SLOW, only_slow
 
 import xtrain
 from xtrain.config import ModelConfig, TrainConfig, resolve
@@ -98,19 +98,19 @@ def command(folder, **more):
 @mpi
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script, n",
+    "names, n",
     [
-        ("equality.py", 4),
-        ("refusals.py", 4),
-        pytest.param("resume.py", 4, marks=only_slow),
-        pytest.param("fp8_scales.py", 2, marks=only_slow),
+        (["equality", "refusals", *["resume"] * SLOW], 4),
+        pytest.param(["fp8_scales"], 2, marks=only_slow),
     ],
+    ids=lambda x: str(x).replace("'", ""),
 )
-def test_checks_of(script, n, environment, tmp_path):
-    code, out, err = finish(start(environment, n, HERE / "mpi" / script, tmp_path), 200)
+def test_checks_of(names, n, environment, tmp_path):
+    job = start(environment, n, HERE / "mpi" / "together.py", tmp_path, *names)
+    code, out, err = finish(job, 300)
     print(out)
     assert code == 0, err
-    assert out.count("ok ") >= 1, out
+    assert out.count("ok ") > len(names), out
 
 
 @mpi

@@ -153,7 +153,7 @@ def fuzz(served, number, start):
 
 
 def test_any_body(served):
-    fuzz(served, 200, 0)
+    fuzz(served, 100, 0)
 
 
 @only_all

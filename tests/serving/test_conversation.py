@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import transformers
-from serving import sentencepiece_tokenizer
+from serving import chat_tokenizer, sentencepiece_tokenizer
 from twins import random_model, small
 
 from xtrain import Engine, UserError
@@ -59,13 +59,7 @@ TALK = [
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    import tokenizers
-
-    backend = Tokenizer.train(["def f(x):\n    return x + größe\n" * 50], 290)._backend
-    backend.add_special_tokens(
-        [tokenizers.AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")]
-    )
-    return Tokenizer(backend)
+    return chat_tokenizer("def f(x):\n    return x + größe\n")
 
 
 @pytest.fixture

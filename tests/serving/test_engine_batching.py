@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from checks import GPU, SLOW
+from checks import GPU
 from run_ahead import AheadRunner
 from twins import random_model, small
 
@@ -397,7 +397,7 @@ def test_ctrl_c_between_any_two_statements(way):
     lines, result = interrupt_at(model, None, 0)
     assert result == expected and len(set(lines)) > 100
     chosen = sorted(set(lines))
-    if way != "ahead" and not SLOW:  # a third of the last times
+    if way != "ahead":  # a third of the last times
         chosen = chosen[::3]
     for line in chosen:
         visit = 1 if way == "ahead" else lines.count(line)  # the first or the last time

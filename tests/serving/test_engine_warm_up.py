@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_ahead import Drafting
 from twins import random_model, small
 
 from xtrain import Engine, Transformer
@@ -19,7 +20,6 @@ from xtrain.nn.draft_heads import DraftHeads
 from xtrain.nn.modules import Linear
 from xtrain.serving.adapters import Adapters, SwitchedLinear
 from xtrain.serving.runner import Runner
-from xtrain.serving.speculation import Speculation
 from xtrain.serving.warm_up import compile_ahead, every_launch, run_requests, warm_up
 from xtrain.simulator import SimArray
 
@@ -240,17 +240,6 @@ def test_every_number_of_rows(model):
         with note_launches() as needed:
             engine.generate([[1] * n], 1)
         assert needed and needed.keys() <= known.keys(), n
-
-
-class Eager(Speculation):
-    """Drafts whatever the time is."""
-
-    def _count(self, drafts, B, size):
-        return len(drafts)
-
-
-class Drafting(Engine):
-    speculation_type = Eager
 
 
 @pytest.mark.parametrize("model", ["fp32", "bf16", "bf16, batch-invariant"])

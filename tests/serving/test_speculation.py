@@ -8,7 +8,7 @@ import pytest
 from checks import SLOW, rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_ahead import AheadRunner
+from run_ahead import AheadRunner, Drafting
 from serving_state import check_nothing_is_used
 from test_engine_batch_invariant import GPU_SHAPES, gpu_model, prompts_with_common_beginnings
 from test_engine_constraints import Modulo
@@ -55,17 +55,6 @@ class Guesses(PromptLookup):
         wrong = [(token + 1) % VOCAB for token in right]
         i = {"right": n, "wrong": 0, "half": self.random.integers(0, n + 1)}[self.kind]
         return (right + [0] * n)[:i] + (wrong + [0] * n)[i:n]
-
-
-class Eager(Speculation):
-    """Drafts whatever the time is."""
-
-    def _count(self, drafts, B, size):
-        return len(drafts)
-
-
-class Drafting(Engine):
-    speculation_type = Eager
 
 
 class DraftingAhead(Drafting):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from checks import SLOW, rng
+from checks import rng
 from faults import Fault, SmallDisk, error
 from rich.console import Console
 from runs import assert_same_run, checkpoints, metrics, options, run
@@ -291,7 +291,7 @@ def test_any_value_in_the_state_works_or_is_a_user_error(tmp_path):
     paths += [(a, b) for a in ("loader", "logs", "made_on", "options") for b in state[a]]
     for i, path in enumerate(paths):
         values = (*VALUES, KeyError)
-        if path[0] == "options" and not SLOW:
+        if path[0] == "options":
             values = values[i % 3 :: 3]
         for value in values:
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 import twins
 from checks import rng, to_host
-from runs import assert_same_run, metrics
-from test_finetune import config_of, folder, tokenizer, write
+from run_ahead import Drafting
+from runs import assert_same_run, metrics, write_lines
+from test_finetune import config_of, folder, tokenizer
 
 from xtrain import Engine, UserError
 from xtrain.finetune import finetune, main
 from xtrain.nn.draft_heads import DraftHeads, HeadedTransformer, targets_ahead
 from xtrain.serving.pretrained import load
-from xtrain.serving.speculation import Speculation
 
 __all__ = ["folder", "tokenizer"]
 
@@ -64,23 +64,12 @@ def test_loss_and_gradients_are_those_of_torch():
     assert all(p.grad is None for p in headed.base_arena.parameters)
 
 
-class Eager(Speculation):
-    """Drafts whatever the time is."""
-
-    def _count(self, drafts, B, size):
-        return len(drafts)
-
-
-class Drafting(Engine):
-    speculation_type = Eager
-
-
 REPETITIVE = [dict(text="abcdefgh" * 3 + "xyz" * i) for i in range(12)]
 
 
 def test_a_run_trains_heads_that_serve(tmp_path, folder, capsys):
     """The loss falls; the folder of the run drafts, often rightly, and changes no answer."""
-    data = write(tmp_path / "d.jsonl", *REPETITIVE)
+    data = write_lines(tmp_path / "d.jsonl", *REPETITIVE)
     quiet = dict(steps=30, batch=4, eval_every=0, sample_every=0)
     tuned = finetune(config_of(folder, tmp_path / "model", data, **quiet, lr=1e-2))
     options = quiet | dict(lr=3e-2, draft_heads=2, save_every=15, sample_every=30)

@@ -15,7 +15,8 @@ import torch
 import transformers
 import twins
 import zstandard
-from runs import DEVICE, SILENT, assert_same_run, metrics
+from runs import DEVICE, SILENT, assert_same_run, metrics, write_lines
+from serving import CHATML, chat_folder, chat_tokenizer
 
 from xtrain import Transformer
 from xtrain.data.chat_template import ChatTemplate
@@ -32,10 +33,6 @@ from xtrain.tuning.finetune import FinetuneConfig, prepare
 from xtrain.tuning.rows import packed, rows_of
 from xtrain.tuning.templates import NAMED, template_source, with_default_template
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
@@ -51,31 +48,17 @@ CALLS = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argumen
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    backend = Tokenizer.train(["def f(x):\n    return x + 1\n" * 50], 290)._backend
-    backend.add_special_tokens(
-        [tokenizers.AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")]
-    )
-    return Tokenizer(backend)
+    return chat_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def folder(tokenizer, tmp_path_factory):
-    """A model with a chat template."""
-    path = tmp_path_factory.mktemp("model")
-    config = twins.small(vocab_size=tokenizer.vocab_size, max_seq_len=96, qk_norm=False)
-    twins.random_model(config, device="cpu").save_pretrained(path, tokenizer)
-    (path / "chat_template.jinja").write_text(CHATML)
-    return path
-
-
-def write(path, *records):
-    path.write_text("".join(json.dumps(r) + "\n" for r in records))
-    return str(path)
+    return chat_folder(tmp_path_factory.mktemp("model"), tokenizer, max_seq_len=96)
 
 
 def examples(tmp_path, tokenizer, source, *records, **options):
     template = ChatTemplate(source, {}) if source else None
-    files = [write(tmp_path / "x.jsonl", *records)]
+    files = [write_lines(tmp_path / "x.jsonl", *records)]
     return [x for xs in read_examples(files, tokenizer, template, **options) for x in xs]
 
 
@@ -143,7 +126,7 @@ def test_white_space_at_the_end_of_an_answer_is_trained(tmp_path, tokenizer):
 
 def test_tools_have_their_own_template(tmp_path, tokenizer):
     template = ChatTemplate({"default": CHATML, "tool_use": "{{ tools }}" + MARKED}, {})
-    data = write(tmp_path / "x.jsonl", {"messages": TALK[:2], "tools": ["f"]}, {"messages": TALK[:2]})  # fmt: skip
+    data = write_lines(tmp_path / "x.jsonl", {"messages": TALK[:2], "tools": ["f"]}, {"messages": TALK[:2]})  # fmt: skip
     (used,), (plain,) = read_examples([data], tokenizer, template)
     assert tokenizer.decode(used.ids) == "['f']" + tokenizer.decode(plain.ids)
     assert trained(used, tokenizer) == trained(plain, tokenizer) == "x + 1<|im_end|>"
@@ -257,7 +240,7 @@ def config_of(folder, out, data, **more):
 
 def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder):
     records = [{"messages": TALK[:2]}, {"messages": TALK}, {"prompt": "def f", "completion": "(x)"}]
-    data = write(tmp_path / "d.jsonl", *records * 4, {"text": "x + 1" * 200})
+    data = write_lines(tmp_path / "d.jsonl", *records * 4, {"text": "x + 1" * 200})
     whole = finetune(config_of(folder, tmp_path / "a", data), SILENT)
     gone = shutil.copytree(folder, tmp_path / "gone")
     half = config_of(gone, tmp_path / "b", data)
@@ -290,7 +273,7 @@ def test_intervals():
 
 def test_more_epochs_are_more_steps(tmp_path, folder, capsys):
     """Also where the number is the option's default; and a run that does not exist is told first."""
-    data = write(tmp_path / "d.jsonl", *[{"text": "x + 1"}] * 5)
+    data = write_lines(tmp_path / "d.jsonl", *[{"text": "x + 1"}] * 5)
     finetune(config_of(folder, tmp_path, data, steps=None, epochs=1, batch=2), SILENT)
     arguments = ["--out", str(tmp_path), "--name", "run", "--resume", "--epochs", "3"]
     assert main(arguments) == 2
@@ -304,8 +287,8 @@ def test_more_epochs_are_more_steps(tmp_path, folder, capsys):
 def test_a_packed_run_is_the_run_that_is_not(tmp_path, folder):
     """With all examples in every batch, the rows make no difference; stopped and resumed none to the last bit."""
     records = [{"messages": TALK[:2]}, {"messages": TALK}, {"prompt": "def f", "completion": "(x)"}]
-    data = write(tmp_path / "d.jsonl", *records * 5, records[0])
-    val = write(tmp_path / "v.jsonl", *records)
+    data = write_lines(tmp_path / "d.jsonl", *records * 5, records[0])
+    val = write_lines(tmp_path / "v.jsonl", *records)
     made = lambda name, **more: config_of(
         folder, tmp_path / name, data, val_data=(val,), seq_len=96, **more
     )
@@ -325,7 +308,7 @@ def test_a_packed_run_is_the_run_that_is_not(tmp_path, folder):
 def test_packed_files_globs_a_key_and_standard_input(tmp_path, tokenizer, monkeypatch):
     """They are the examples of plain files."""
     records = [{"body": f"x + {i}"} for i in range(4)]
-    plain = write(tmp_path / "d.jsonl", *[{"text": r["body"]} for r in records])
+    plain = write_lines(tmp_path / "d.jsonl", *[{"text": r["body"]} for r in records])
     expected = [x.ids.tolist() for (x,) in read_examples([plain], tokenizer, None)]
     lines = [(json.dumps(r) + "\n").encode() for r in records]
     (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[:2])))
@@ -344,8 +327,8 @@ def test_packed_files_globs_a_key_and_standard_input(tmp_path, tokenizer, monkey
 
 
 def test_what_the_command_refuses(tmp_path, folder, capsys):
-    data = write(tmp_path / "d.jsonl", *[{"text": "x + 1" * 200}] * 2, *[{"text": "x"}] * 2)
-    long = write(tmp_path / "long.jsonl", {"text": "x + 1" * 200})
+    data = write_lines(tmp_path / "d.jsonl", *[{"text": "x + 1" * 200}] * 2, *[{"text": "x"}] * 2)
+    long = write_lines(tmp_path / "long.jsonl", {"text": "x + 1" * 200})
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{')
     deep = '{"text": "x", "y": ' + "[" * 10**5 + "]" * 10**5 + "}"
     (tmp_path / "deep.jsonl").write_text('{"text": "x", "y": ' + "1" * 10_000 + "}\n" + deep)
@@ -372,7 +355,7 @@ def test_what_the_command_refuses(tmp_path, folder, capsys):
 @pytest.mark.skipif(DEVICE == "gpu", reason="on a GPU the allocation fails")
 @pytest.mark.parametrize("more", [[], ["--lora", "4"], ["--pack"]], ids=str)
 def test_a_run_that_cannot_fit_is_refused(tmp_path, folder, monkeypatch, capsys, more):
-    data = write(tmp_path / "d.jsonl", *[{"text": "x + 1"}] * 30)
+    data = write_lines(tmp_path / "d.jsonl", *[{"text": "x + 1"}] * 30)
     monkeypatch.setattr(out_of_memory, "free_memory", lambda: 1 << 20)
     given = ["--init", str(folder), "--data", data, "--out", str(tmp_path / "runs")]
     assert main([*given, *more]) == 2
@@ -388,7 +371,7 @@ def test_a_model_without_a_template_gets_one(tmp_path, capsys):
     config = twins.small(vocab_size=plain.vocab_size, max_seq_len=96)
     twins.random_model(config, device="cpu").save_pretrained(base, plain)
     talks = [{"messages": TALK}] * 4
-    line = ["--init", str(base), "--data", write(tmp_path / "chats.jsonl", *talks)]
+    line = ["--init", str(base), "--data", write_lines(tmp_path / "chats.jsonl", *talks)]
     line += ["--steps", "2", "--batch", "2", "--device", "cpu", "--out", str(tmp_path)]
     assert main(line) == 0
     printed = capsys.readouterr()
@@ -406,7 +389,7 @@ def test_a_model_without_a_template_gets_one(tmp_path, capsys):
         main(["--resume", "--steps", "3", "--allow-change", "steps", "--out", str(tmp_path)]) == 0
     )
     assert "chat template" not in capsys.readouterr().err  # it is the run's own now
-    pairs = write(tmp_path / "pairs.jsonl", *[{"prompt": "def", "completion": " f"}] * 4)
+    pairs = write_lines(tmp_path / "pairs.jsonl", *[{"prompt": "def", "completion": " f"}] * 4)
     line = ["--name", "pairs", *line[:2], "--data", pairs, *line[4:]]
     assert main(line) == 0  # nothing was said about a template
     assert ChatTemplate.load(tmp_path / "pairs/checkpoints/step-000002") is None
@@ -434,8 +417,8 @@ def texts_of_corpus(examples, tokenizer):
 
 def test_files_are_mixed_with_weights(tmp_path, tokenizer, folder):
     """Copies are made of what is trained on, after the choice of what is held out."""
-    a = write(tmp_path / "a.jsonl", *[{"text": f"a{i}"} for i in range(6)])
-    b = write(tmp_path / "b.jsonl", *[{"text": f"b{i}"} for i in range(40)])
+    a = write_lines(tmp_path / "a.jsonl", *[{"text": f"a{i}"} for i in range(6)])
+    b = write_lines(tmp_path / "b.jsonl", *[{"text": f"b{i}"} for i in range(40)])
     config, corpus = corpus_of(folder, a, b, mix=(3, 0.5), val_share=0.25)
     _, plain = corpus_of(folder, a, b, val_share=0.25)
     held = texts_of_corpus(corpus.val, tokenizer)
@@ -459,7 +442,7 @@ def test_files_are_mixed_with_weights(tmp_path, tokenizer, folder):
 
 def test_what_is_left_out_is_counted_by_reason(tmp_path, folder, capsys):
     records = [{"messages": TALK}] * 3 + [{"messages": TALK[:1]}] * 2 + [{"text": "x + 1" * 200}]
-    data = write(tmp_path / "d.jsonl", *records, {"text": "x"})
+    data = write_lines(tmp_path / "d.jsonl", *records, {"text": "x"})
     with pytest.raises(UserError, match="line 4 has no message of the assistant"):
         corpus_of(folder, data)
     _, corpus = corpus_of(folder, data, bad_records="skip")
@@ -478,14 +461,14 @@ def test_reasoning_that_the_template_leaves_out_is_reported(tmp_path, folder):
     forgets = tmp_path / "t.jinja"
     forgets.write_text(CHATML.replace("m.content +", "m.content.split('</think>')[-1] +"))
     talk = [TALK[0], {"role": "assistant", "content": "<think>ab</think>x"}]
-    data = write(tmp_path / "d.jsonl", *[{"messages": talk}] * 2, {"messages": TALK})
+    data = write_lines(tmp_path / "d.jsonl", *[{"messages": talk}] * 2, {"messages": TALK})
     _, corpus = corpus_of(folder, data, chat_template=str(forgets))
     assert ["the reasoning of 2 answers" in x for x in corpus.reasons] == [True]
     assert not corpus_of(folder, data)[1].reasons
 
 
 def test_examples_are_shown(tmp_path, folder, capsys):
-    data = write(tmp_path / "d.jsonl", *[{"messages": TALK}] * 3)
+    data = write_lines(tmp_path / "d.jsonl", *[{"messages": TALK}] * 3)
     line = ["--init", str(folder), "--data", data, "--out", str(tmp_path / "runs"), "--show", "2"]
     assert main([*line, "--train-answers", "last"]) == 0
     shown = capsys.readouterr().out
@@ -562,7 +545,7 @@ def test_templates_by_name(tokenizer, name, source):
 def test_a_chosen_template_is_saved_with_the_run(tmp_path, folder, capsys):
     (folder / "additional_chat_templates").mkdir(exist_ok=True)
     (folder / "additional_chat_templates/tool_use.jinja").write_text("old")
-    data = write(tmp_path / "d.jsonl", *[{"messages": TALK}] * 3)
+    data = write_lines(tmp_path / "d.jsonl", *[{"messages": TALK}] * 3)
     _, corpus = corpus_of(folder, data, chat_template="plain")
     corpus.tokenizer.save(tmp_path / "saved")
     shutil.rmtree(folder / "additional_chat_templates")
@@ -587,7 +570,7 @@ def test_a_model_of_ones_own_learns_roles(tmp_path, capsys):
         device="cpu",
     )
     model.save_pretrained(base, plain)
-    data = write(tmp_path / "d.jsonl", *[{"messages": TALK}] * 6)
+    data = write_lines(tmp_path / "d.jsonl", *[{"messages": TALK}] * 6)
     config = config_of(base, tmp_path / "a", data, steps=4, save_every=2, chat_template="chatml")
     whole = finetune(config, SILENT)
     half = config_of(base, tmp_path / "b", data, steps=4, save_every=2, chat_template="chatml")
@@ -626,7 +609,7 @@ def test_a_student_learns_the_probabilities_of_its_teacher(tmp_path, folder, tok
     teacher = twins.random_model(config, seed=3, device="cpu")
     teacher.save_pretrained(tmp_path / "teacher", tokenizer)
     records = [{"messages": TALK[:2]}, {"prompt": "def f", "completion": "(x)"}]
-    data = write(tmp_path / "d.jsonl", *records)
+    data = write_lines(tmp_path / "d.jsonl", *records)
     options = dict(teacher=str(tmp_path / "teacher"), teacher_weight=0.8, teacher_kl=kind, batch=2)
     made = lambda name, **more: config_of(
         folder, tmp_path / name, data, val_data=(data,), teacher_top_k=5, **options, **more
@@ -657,6 +640,6 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path, folder):
     other = Tokenizer.train(["other text\n" * 50], 275)
     config = twins.small(vocab_size=other.vocab_size, max_seq_len=96)
     twins.random_model(config, device="cpu").save_pretrained(tmp_path / "teacher", other)
-    data = write(tmp_path / "d.jsonl", *[{"text": "x + 1"}] * 4)
+    data = write_lines(tmp_path / "d.jsonl", *[{"text": "x + 1"}] * 4)
     with pytest.raises(UserError, match="has another tokenizer than the model"):
         finetune(config_of(folder, tmp_path, data, teacher=str(tmp_path / "teacher")), SILENT)

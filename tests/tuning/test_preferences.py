@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 import twins
 from checks import rng
-from runs import SILENT, assert_same_run, checkpoints, metrics
+from runs import SILENT, assert_same_run, checkpoints, metrics, write_lines
+from serving import CHATML, chat_folder, chat_tokenizer
 
 from xtrain.data.chat_template import ChatTemplate
-from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.prefer import main, prefer
 from xtrain.tuning.examples import Example
@@ -23,10 +22,6 @@ from xtrain.tuning.prefer import PreferConfig, PreferRun, loss_named
 from xtrain.tuning.preference_losses import LOSSES, Answers, Losses
 from xtrain.tuning.preferences import Preferences, mismatched, read_rows
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 USER = {"role": "user", "content": "add one"}
 GOOD = {"role": "assistant", "content": "x + 1"}
 BAD = {"role": "assistant", "content": "return"}
@@ -37,26 +32,12 @@ OPTIONS = PreferConfig(
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    backend = Tokenizer.train(["def f(x):\n    return x + 1\n" * 50], 290)._backend
-    backend.add_special_tokens(
-        [tokenizers.AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")]
-    )
-    return Tokenizer(backend)
+    return chat_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def folder(tokenizer, tmp_path_factory):
-    """A model with a chat template."""
-    path = tmp_path_factory.mktemp("model")
-    config = twins.small(vocab_size=tokenizer.vocab_size, max_seq_len=64, qk_norm=False)
-    twins.random_model(config, device="cpu").save_pretrained(path, tokenizer)
-    (path / "chat_template.jinja").write_text(CHATML)
-    return path
-
-
-def write(path, *records):
-    path.write_text("".join(json.dumps(r) + "\n" for r in records))
-    return str(path)
+    return chat_folder(tmp_path_factory.mktemp("model"), tokenizer, max_seq_len=64)
 
 
 # ----------------------------------------------------------------------------- losses
@@ -185,7 +166,7 @@ def test_the_forms_of_a_pair_are_one(tmp_path, tokenizer):
         {"prompt": "add one", "chosen": [USER, GOOD], "rejected": [USER, BAD]},  # UltraFeedback
         {"chosen": [USER, BAD, USER, GOOD], "rejected": [USER, BAD, USER, BAD]},
     ]
-    data = write(tmp_path / "x.jsonl", *forms)
+    data = write_lines(tmp_path / "x.jsonl", *forms)
     (plain, _), *talks = read_rows([data], False, tokenizer, ChatTemplate(CHATML, {}))
     ends = "<|endoftext|>", "<|im_end|>"
     asked = "<|im_start|>user\nadd one<|im_end|>\n<|im_start|>assistant\n"
@@ -200,7 +181,7 @@ def test_the_forms_of_a_pair_are_one(tmp_path, tokenizer):
 
 def test_answers_with_a_label(tmp_path, tokenizer):
     """A pair is two of them. Each gets the answer to another prompt, the same in every run."""
-    data = write(
+    data = write_lines(
         tmp_path / "x.jsonl",
         {"prompt": "def f", "completion": "(x)", "label": False},
         {"prompt": [USER], "completion": [GOOD], "label": True},
@@ -241,7 +222,7 @@ def test_bad_preferences_are_named(tmp_path, tokenizer):
     ]  # fmt: skip
     template = ChatTemplate("{% for m in messages %}{{ m.role }}{% endfor %}", {})
     for labelled, record, words in cases:
-        data = write(tmp_path / "x.jsonl", pair, record)
+        data = write_lines(tmp_path / "x.jsonl", pair, record)
         with pytest.raises(UserError, match=rf"x\.jsonl line 2:? .*{words}"):
             list(read_rows([data], labelled, tokenizer, template))
         places = []
@@ -271,7 +252,7 @@ def config_of(folder, out, data, **more):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_run_learns_which_answer_is_preferred(tmp_path, folder, name):
-    data = write(tmp_path / "d.jsonl", *pairs())
+    data = write_lines(tmp_path / "d.jsonl", *pairs())
     run = prefer(config_of(folder, tmp_path, data, loss=name, steps=12, eval_every=12), SILENT)
     lines = metrics(run)
     steps = [m for m in lines if "loss" in m]
@@ -286,7 +267,7 @@ def test_a_run_learns_which_answer_is_preferred(tmp_path, folder, name):
 @pytest.mark.parametrize("more", [{}, {"lora": 4, "loss": "kto"}], ids=["all weights", "adapters"])
 def test_a_run_that_stops_resumes_bit_for_bit(tmp_path, folder, more):
     """Also where the model of --init is gone: the checkpoint has the numbers of the reference."""
-    data = write(tmp_path / "d.jsonl", *pairs())
+    data = write_lines(tmp_path / "d.jsonl", *pairs())
     whole = prefer(config_of(folder, tmp_path / "a", data, **more), SILENT)
     source = folder
     if not more:
@@ -302,9 +283,9 @@ def test_a_run_that_stops_resumes_bit_for_bit(tmp_path, folder, more):
 
 
 def test_what_a_resumed_run_may_not_change(tmp_path, folder, capsys):
-    data = write(tmp_path / "d.jsonl", *pairs())
+    data = write_lines(tmp_path / "d.jsonl", *pairs())
     prefer(config_of(folder, tmp_path, data, stop_at=1), SILENT)
-    other = write(tmp_path / "other.jsonl", *pairs(30))
+    other = write_lines(tmp_path / "other.jsonl", *pairs(30))
     again = ["--out", str(tmp_path), "--name", "run", "--resume"]
     for arguments, words in (
         (["--beta", "0.2"], "beta was 0.1, is 0.2"),
@@ -317,7 +298,7 @@ def test_what_a_resumed_run_may_not_change(tmp_path, folder, capsys):
 
 def test_adapters_that_are_trained_further_are_the_reference(tmp_path, folder):
     """New adapters are switched off for it; those of --init are part of it."""
-    data = write(tmp_path / "d.jsonl", *pairs())
+    data = write_lines(tmp_path / "d.jsonl", *pairs())
     first = prefer(config_of(folder, tmp_path / "a", data, lora=4), SILENT)
     further = config_of(first, tmp_path / "b", data, lora=4, stop_at=1)
     run = prefer(further, SILENT)
@@ -343,7 +324,7 @@ def test_a_bad_loss_is_one_sentence(own, words, monkeypatch):
 
 def test_a_loss_of_ones_own(tmp_path, folder, monkeypatch):
     """The one of preference_losses by another name gives the same run."""
-    data = write(tmp_path / "d.jsonl", *pairs())
+    data = write_lines(tmp_path / "d.jsonl", *pairs())
     names = ("dpo", "xtrain.tuning.preference_losses:dpo")
     runs = [
         prefer(config_of(folder, tmp_path / str(i), data, loss=name, stop_at=2), SILENT)
@@ -356,7 +337,7 @@ def test_a_run_is_saved_before_a_loss_ends_it(tmp_path, folder, monkeypatch):
     left = iter(range(2))
     own = lambda x, options: LOSSES["dpo"](x, options) if next(left, None) is not None else 1 / 0
     monkeypatch.setitem(sys.modules, "a_loss", types.SimpleNamespace(own=own))
-    data = write(tmp_path / "d.jsonl", *pairs())
+    data = write_lines(tmp_path / "d.jsonl", *pairs())
     config = config_of(folder, tmp_path, data, loss="a_loss:own", eval_every=0, save_every=0, micro_batch=4)  # fmt: skip
     with pytest.raises(UserError, match="ZeroDivisionError"):
         prefer(config, SILENT)
@@ -364,7 +345,7 @@ def test_a_run_is_saved_before_a_loss_ends_it(tmp_path, folder, monkeypatch):
 
 
 def test_what_the_command_refuses(tmp_path, folder, capsys):
-    data = write(tmp_path / "d.jsonl", *pairs(4))
+    data = write_lines(tmp_path / "d.jsonl", *pairs(4))
     base = ["--init", str(folder), "--data", data, "--device", "cpu", "--out", str(tmp_path / "r")]
     for arguments, words in (
         (["--loss", "ppo"], "--loss ppo is not known: choose dpo, ipo, simpo, orpo, kto, or"),

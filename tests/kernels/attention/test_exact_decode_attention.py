@@ -107,8 +107,8 @@ def test_a_decoding_step_has_the_bits_of_training(case):
 
 SUCCESSIVE = [  # D, H, G, T, QK-norm, first position, rows, window
     (64, 2, 1, 67, True, 62, 5, 0),  # in two tiles
-    (64, 3, 1, 70, False, 0, 3, 2),
-    (128, 2, 1, 20, True, 16, 4, 0),
+    (64, 3, 1, 5, False, 0, 3, 2),
+    (128, 2, 1, 20, True, 18, 2, 0),
 ]
 
 
@@ -128,7 +128,7 @@ def test_successive_tokens_of_one_sequence_have_the_bits_of_training(case):
         assert np.array_equal(o[b], given[-1][t]), t
         for cache, x in ((k_cache, given[3]), (v_cache, given[4])):
             assert np.array_equal(cache[tables[b, t // 16], :, t % 16], x[t])
-    if not GPU:
+    if window and not GPU:  # once
         with pytest.raises((KernelError, AssertionError)):  # a race, or NaN of the cache
             o = decoded(given, positions, 16, window, previous=np.full(n, -1))[0]
             assert np.array_equal(o[row_of[-1]], given[-1][first + n - 1])

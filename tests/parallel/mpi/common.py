@@ -57,7 +57,9 @@ def run_checks(checks, folder):
     with AbortOnError(Ranks(WORLD), "check") as guard:
         for check in checks:
             started = time.perf_counter()
-            check(Path(folder))
+            own = Path(folder, check.__module__)
+            own.mkdir(exist_ok=True)
+            check(own)
             wait()
             if WORLD.rank == 0:
                 print(f"ok {check.__name__} {time.perf_counter() - started:.1f} s", flush=True)

@@ -1,11 +1,13 @@
-"""4 ranks x batch 2 equal 2 ranks x batch 4 and 1 rank x batch 8, whatever the stage.   mpirun -n 4 python equality.py FOLDER"""
+"""4 ranks x batch 2 equal 2 ranks x batch 4 and 1 rank x batch 8, whatever the stage.
+
+mpirun -n 4 python together.py FOLDER equality
+"""
 
 import itertools
-import sys
 import time
 
 import numpy as np
-from common import divided, options, run_checks, some_ranks, wait
+from common import divided, options, some_ranks, wait
 
 from xtrain.config import ModelConfig
 from xtrain.data.dataset import prepare
@@ -395,6 +397,3 @@ CHECKS = [
     masters_exist_once,
     overlap_is_real,
 ]
-
-if __name__ == "__main__":
-    run_checks(CHECKS, sys.argv[1])

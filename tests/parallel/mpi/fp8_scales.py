@@ -1,13 +1,14 @@
 """fp8 training on two ranks: the same scales and weights on both, near those of one rank; resume.
 
-mpirun -n 2 python fp8_scales.py FOLDER.  The model computes with NumPy arrays in bf16, as in tests/nn/test_fp8_training.py.
+mpirun -n 2 python together.py FOLDER fp8_scales
+
+The model computes with NumPy arrays in bf16, as in tests/nn/test_fp8_training.py.
 """
 
 import json
-import sys
 
 import numpy as np
-from common import divided, options, run_checks, some_ranks, wait
+from common import divided, options, some_ranks, wait
 from rich.console import Console
 
 from xtrain.config import ModelConfig
@@ -165,13 +166,9 @@ def resuming(folder):
         assert optimizer_file(two, 6).exists()
 
 
-if __name__ == "__main__":
-    run_checks(
-        [
-            both_ranks_have_the_scales_of_the_whole_batch,
-            a_scale_that_differs_is_noticed,
-            a_number_that_is_not_finite_keeps_the_scale_on_all_ranks,
-            resuming,
-        ],
-        sys.argv[1],
-    )
+CHECKS = [
+    both_ranks_have_the_scales_of_the_whole_batch,
+    a_scale_that_differs_is_noticed,
+    a_number_that_is_not_finite_keeps_the_scale_on_all_ranks,
+    resuming,
+]

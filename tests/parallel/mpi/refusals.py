@@ -1,14 +1,13 @@
-"""Bad input: one sentence from one rank, and exit code 2 on all.   mpirun -n 2 python refusals.py FOLDER"""
+"""Bad input: one sentence from one rank, and exit code 2 on all.   mpirun -n 2 python together.py FOLDER refusals"""
 
 import contextlib
 import errno
 import io
 import os
 import shutil
-import sys
 from pathlib import Path
 
-from common import SHAPE, TEXT, WORLD, run_checks
+from common import SHAPE, TEXT, WORLD
 
 from xtrain.ddp import main
 from xtrain.files import cannot_write
@@ -155,10 +154,8 @@ def the_last_checkpoint_cannot_be_written(folder):
     checkpoint.write = write
 
 
-if __name__ == "__main__":
-    checks = [
-        everything_is_said_once,
-        what_is_not_the_same_everywhere,
-        the_last_checkpoint_cannot_be_written,
-    ]
-    run_checks(checks, sys.argv[1])
+CHECKS = [
+    everything_is_said_once,
+    what_is_not_the_same_everywhere,
+    the_last_checkpoint_cannot_be_written,
+]

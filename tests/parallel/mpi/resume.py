@@ -1,6 +1,6 @@
 """Checkpoints do not depend on the number of ranks: save with 4, resume with 2, then 1. All ranks skip the same steps.
 
-mpirun -n 4 python resume.py FOLDER
+mpirun -n 4 python together.py FOLDER resume
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import time
 import types
 
 import numpy as np
-from common import TEXT, WORLD, divided, options, run_checks, some_ranks, wait
+from common import TEXT, WORLD, divided, options, some_ranks, wait
 from rich.console import Console
 
 from xtrain.config import ModelConfig
@@ -325,17 +325,15 @@ def reinforcement(folder):
         np.testing.assert_allclose(losses(shared), losses(alone), rtol=1e-4, atol=1e-6)
 
 
-if __name__ == "__main__":
-    checks = [
-        elastic,
-        fine_tuning,
-        preferences,
-        reinforcement,
-        one_rank_has_nothing_to_send,
-        all_ranks_wait_for_the_report,
-        one_rank_is_asked_to_stop,
-        the_same_world_is_byte_exact,
-        a_bad_step_is_skipped_by_all,
-        the_rank_is_named,
-    ]
-    run_checks(checks, sys.argv[1])
+CHECKS = [
+    elastic,
+    fine_tuning,
+    preferences,
+    reinforcement,
+    one_rank_has_nothing_to_send,
+    all_ranks_wait_for_the_report,
+    one_rank_is_asked_to_stop,
+    the_same_world_is_byte_exact,
+    a_bad_step_is_skipped_by_all,
+    the_rank_is_named,
+]
