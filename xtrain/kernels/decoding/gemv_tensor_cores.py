@@ -420,7 +420,9 @@ def choose(K: int, F: int, swiglu: bool, norm: bool, quantized: str = "") -> Con
     chunks = -(-K // chunk_columns(quantized))
     if quantized in FOUR_BITS:  # of 128 columns x and the codes as bf16 take many registers
         warps = min(8, chunks)
-        return Config(warps, 1 if swiglu else min(2, -(-chunks // warps)), 2)
+        if swiglu:
+            return Config(warps, 1, 2)
+        return Config(warps, min(2, -(-chunks // warps)), 2, norm)
     tiles = -(-F // TILE)
     # a chunk of codes has as many bytes of w, but twice the columns of x, whose registers hold
     # fewer chunks then
