@@ -231,7 +231,7 @@ def test_the_products_of_a_decoder():
         (BF16, "make_finish", "row_of_w(o, m, weights.F)", "o"),
         (BF16, "make_finish", "up *= scales[1]", "up *= scales[0]"),
         # the unit of bf16 codes
-        (BF16, "make_finish", " * float32(BF16_UNIT)", ""),
+        (BF16, "make_finish", " * float32(UNIT)", ""),
         (np.float32, "make_multiply_row", "value *= scale[o]", "value *= scale[o + 1]"),
         (np.float32, "make_multiply_row", "up *= scale[F + o]", "up *= scale[o]"),
         # the bias is scaled too
@@ -242,7 +242,7 @@ def test_the_products_of_a_decoder():
         (BF16, "make_multiply", "words[u, m, r, i], w)", "words[u, m, r, i ^ 1], w)"),
         (BF16, "make_multiply", "fa[r + 2 * j]", "fa[2 * r + j]"),
         # 16 columns of w with 8 of x
-        (BF16, "make_operands", "E = 16 if variant.quantized else 8", "E = 8"),
+        (BF16, "make_operands", "E = WIDTH // 4", "E = 8"),
         # a group of rows reads the first one
         (BF16, "make_operands", "first + (8 * group * K + c", "first + (c"),
         (BF16, "make_reduce", "8 * group + (i & 1)", "(i & 1)"),
