@@ -312,11 +312,14 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
         if key not in architecture.ignored and config.get(key, allowed[0]) not in allowed
     ]
     if unsupported:
-        quantized = config.get("quantization_config") is not None
-        hint = ""
-        if quantized:
-            hint = ": use the model's unquantized weights"
-        raise UserError(f"it needs {listed(unsupported)}, which xtrain does not support{hint}")
+        quantized = config.get("quantization_config")
+        if isinstance(quantized, dict):
+            method = quantized.get("quant_method", "unknown method")
+            raise UserError(
+                f"its weights are quantized ({method}), which xtrain does not read: use the "
+                "model's unquantized weights, and quantize them with --weights int4"
+            )
+        raise UserError(f"it needs {listed(unsupported)}, which xtrain does not support")
     missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:
         raise UserError(f"it lacks {', '.join(missing)}")

@@ -103,8 +103,10 @@ def test_four_bits_by_hand():
     for word in (0x76543210, 0xFEDCBA98, 0x8F3A60C5):
         codes = [word >> 4 * j & 15 for j in range(8)]
         for j in range(4):
-            bits = word >> 4 * j & 0x000F000F | 0x43004300
-            assert [value(bits & 0xFFFF) - 128, value(bits >> 16) - 128] == [codes[j], codes[j + 4]]
+            mask, factor = ((0x000F000F, 2.0**127), (0x00F000F0, 2.0**123))[j % 2]
+            bits = word >> j // 2 * 8 & mask
+            found = [value(half) * factor for half in (bits & 0xFFFF, bits >> 16)]
+            assert found == [codes[j] / BF16_UNIT, codes[j + 4] / BF16_UNIT]
         for first in (0, 4):
             half = word >> 4 * first & 0xFFFF
             mask = permute(0x80808080, 0x80808080, half)

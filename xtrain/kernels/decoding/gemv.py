@@ -51,7 +51,6 @@ from ..runtime.launch import FLOATS, can_overlap, check, check_array, empty, lau
 from ..swiglu import sigmoid, silu_ref
 from .gemv_operands import (
     MAX_ROWS,
-    MAX_ROWS_FOUR_BITS,
     MAX_ROWS_QUANTIZED,
     TILE,
     Variant,
@@ -222,7 +221,7 @@ def gemv_fits(N: int, K: int, dtype, quantized: str = "", fused: bool = False) -
 def _most_rows(dtype, quantized, fused):
     if fused or not quantized or np.dtype(dtype) == np.float32:
         return MAX_ROWS
-    return MAX_ROWS_FOUR_BITS if quantized in FOUR_BITS else MAX_ROWS_QUANTIZED
+    return MAX_ROWS_QUANTIZED
 
 
 def _unit(dtype, quantized):
@@ -310,13 +309,6 @@ def _launch(
     y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, config=None, b_O=None
 ):
     N, K = x_NK.shape
-    if N > MAX_ROWS_QUANTIZED:  # of codes of four bits; nothing precedes the product
-        for rows in (slice(MAX_ROWS_QUANTIZED), slice(MAX_ROWS_QUANTIZED, N)):
-            x = x_NK[rows]
-            _launch(
-                y[rows], x, x, None, None, w_OK, eps, swiglu, weights_ready, config=config, b_O=b_O
-            )
-        return
     F = y.shape[1]
     overlap = can_overlap(x_NK)
     norm, add = norm_w_K is not None, delta_NK is not None

@@ -10,10 +10,49 @@ fifth word of each.
 
 import functools
 
-from ..four_bits import int4_group_scale, int4_zeros, make_unpack, nf4_group_scale
+from ..four_bits import int4_group_scale, make_unpack, nf4_group_scale
+from ..primitives.codes import load_codes16
 from ..primitives.ptx import device
-from ..primitives.tensor_cores import mma_bf16
-from ..runtime.compiler import cuda, float32, uint32
+from ..primitives.tensor_cores import mma_bf16, opaque
+from ..runtime.compiler import cuda, float32, int32, int64, uint32, uint64
+
+
+@functools.cache
+def make_load_four(CHUNKS, M, U, TILE, chunk_of, exists):
+    """Return load_w, as gemv_operands.make_operands does, for a block with one tile at a time.
+
+    A chunk has half the bytes per product, so the arithmetic of addresses counts twice: it is in 32
+    bits, up to the last step. M: 2 with SwiGLU, whose second rows are F further.
+    """
+
+    @device
+    def load_w(words, weights, tile, step):
+        # else the addresses of all tiles occupy registers all the time
+        tid = opaque(cuda.threadIdx.x)
+        warp, lane = tid >> 5, tid & 31
+        F = uint32(weights.F)
+        first = uint32(uint32(tile) * uint32(TILE) + uint32(lane >> 2))
+        of_lane = 16 * (lane & 3)
+        for u in range(U):
+            c = uint32(chunk_of(step, u, warp))
+            for m in range(M):
+                for r in range(2):
+                    if exists(step, u, warp):
+                        o = uint32(first + uint32(8 * r))
+                        o = uint32((o if o < F else uint32(F - uint32(1))) + uint32(m) * F)
+                        # hidden: else the compiler computes it in 64 bits
+                        chunk = opaque(int32(o * uint32(CHUNKS) + c))
+                        load_codes16(words[u, m, r], weights.w, int64(chunk) * 64 + of_lane)
+                        group = uint32(c * uint32(F * uint32(M)) + o)
+                        words[u, m, r, 4] = uint32(weights.groups[uint64(group)])
+                    else:
+                        for j in range(5):
+                            words[u, m, r, j] = uint32(0)
+            # no instruction: the compiler keeps the loads in the order of their use, before the
+            # products
+            cuda.syncwarp()
+
+    return load_w
 
 
 @functools.cache
@@ -28,7 +67,7 @@ def make_multiply_four(M, U, NF4, GROUPS, load_groups, exists):
         """Set fa (2, 4) to the operands of two steps: word q of both rows."""
         pairs = cuda.local.array(4, uint32)
         for r in range(2):
-            unpack(pairs, words[u, m, r, q], int4_zeros(words[u, m, r, 4]))
+            unpack(pairs, words[u, m, r, q], words[u, m, r, 4])
             for j in range(4):
                 fa[j // 2, r + 2 * (j % 2)] = pairs[j]
 

@@ -12,10 +12,10 @@ from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import high_bf16, low_bf16, opaque, pack_bf16
 from ..primitives.words import load_words8, load_words8_shared, store_words8_shared
 from ..runtime.compiler import cuda, float32, int64, uint32
+from .gemv_four_bits import make_load_four
 
 MAX_ROWS = 8  # columns of one tensor-core tile
-MAX_ROWS_QUANTIZED = 4 * MAX_ROWS  # of one kernel
-MAX_ROWS_FOUR_BITS = 2 * MAX_ROWS_QUANTIZED  # of two: w is read twice
+MAX_ROWS_QUANTIZED = 4 * MAX_ROWS
 TILE = 16  # rows of w that a block multiplies at a time
 CHUNK = 32  # columns of w in bf16 that a warp multiplies at a time: 8 for each of 4 lanes
 CHUNK_QUANTIZED = 2 * CHUNK
@@ -184,12 +184,9 @@ def make_operands(K, variant, config):
     # of a lane's columns, those of 8 codes of four bits follow each other, else all of them
     BETWEEN_LANES = 8 if FOUR_BITS else E
     BETWEEN = 4 if FOUR_BITS else 1
-    SIZE = 64 if variant.quantized else CHUNK  # of a chunk in w's elements
     X_PAD = pad_of(variant.quantized)
     CHUNKS = -(-K // WIDTH)
     FULL_CHUNKS = K % WIDTH == 0
-    ROWS_PER_COLUMN = 2 if variant.swiglu else 1  # of y
-    W = variant.words
     load_words = load_codes16 if variant.quantized else load_words8
     EVEN = CHUNKS % (WARPS * U) == 0  # all warps have chunks in every step
     WHOLE = CHUNKS // (WARPS * U)  # steps in which they have
@@ -219,14 +216,9 @@ def make_operands(K, variant, config):
                 for r in range(2):
                     o = row_of_w(tile * TILES * TILE + 8 * r + (lane >> 2), m, weights.F)
                     if exists(step, u, warp):
-                        first = (o * CHUNKS + c) * SIZE if FOUR_BITS else o * K + c * SIZE
-                        load_words(words[u, m, r], weights.w, first + SIZE // 4 * (lane & 3))
-                        if FOUR_BITS:
-                            words[u, m, r, 4] = uint32(
-                                weights.groups[c * (ROWS_PER_COLUMN * weights.F) + o]
-                            )
+                        load_words(words[u, m, r], weights.w, o * K + c * WIDTH + E * (lane & 3))
                     else:
-                        for j in range(W):
+                        for j in range(4):
                             words[u, m, r, j] = uint32(0)
             # no instruction: the compiler keeps the loads in the order of their use, before the
             # products
@@ -305,6 +297,8 @@ def make_operands(K, variant, config):
             for j in range(4):
                 fx[group, j // 2, j % 2] = words[j]
 
+    if FOUR_BITS:
+        load_w = make_load_four(CHUNKS, M, U, TILE, chunk_of, exists)
     return load_w, load_x, load_staged_x, load_groups, exists
 
 

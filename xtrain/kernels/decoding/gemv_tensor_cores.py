@@ -58,6 +58,7 @@ from .gemv_operands import (
     make_operands,
     make_row_of_w,
     make_stage,
+    staged,
 )
 
 AT_ONCE = 8  # chunks of w that a warp loads at once if they are all it needs
@@ -420,7 +421,11 @@ def choose(K: int, F: int, swiglu: bool, norm: bool, quantized: str = "") -> Con
     chunks = -(-K // chunk_columns(quantized))
     if quantized in FOUR_BITS:  # of 128 columns x and the codes as bf16 take many registers
         warps = min(8, chunks)
-        return Config(warps, 1 if swiglu else min(2, -(-chunks // warps)), 2)
+        each = 1 if swiglu or chunks % (2 * warps) else 2  # a remainder takes more of them
+        config = Config(warps, each, 2, swiglu or norm)
+        if config.stage and not staged(K, config, quantized):
+            return Config(warps, each, 1)  # x is loaded, added to and multiplied with w
+        return config
     tiles = -(-F // TILE)
     # a chunk of codes has as many bytes of w, but twice the columns of x, whose registers hold
     # fewer chunks then

@@ -13,7 +13,7 @@ quantize.py and four_bits.py say what the bits mean.
                                        lowest byte. Beyond the largest code: that one; NaN stays
                                        NaN. Compute capability 8.9; also e5m2_codes4
     int4_to_bf16(pairs, word, zeros)   pairs[0:4] = the 8 codes of a word, 0 ... 15, less a zero
-                                       point; zeros: int4_zeros of it
+                                       point, / BF16_UNIT; zeros: int4_zeros(zero point)
     nf4_to_bf16(pairs, word)           pairs[0:4] = the levels that the 8 codes of a word stand for
     transpose_codes(words)             words[0:4], 4 rows of 4 codes, become the 4 columns
     interleave_codes(words)            words[0:2], codes a b c d and A B C D, become a A b B and
@@ -40,9 +40,10 @@ instructions of which 64 to 128 run in a cycle:
                       of a sign bit: shifted by 4, sign and number are where they belong. For 4
                       codes 2 permutations, 2 shifts, 2 masks and 2 products
 
-    int4 -> bf16      0x430u is the bf16 128 + u. Pair j is (word >> 4 j) & 0x000F000F, the codes in
-                      nibbles j and j + 4, as one logical operation with 0x43004300; less 128 + z by
-                      a multiply-add. For 8 codes 3 shifts, 4 logical operations, 4 multiply-adds
+    int4 -> bf16      the bits of a code, masked, are such a subnormal number, too: code 2^-133, or
+                      16 times as much in the next nibble. Pair j has the codes of nibbles j and
+                      j + 4: times 2^127 or 2^123, less z / 64. For 8 codes 1 shift, 4 masks, 4
+                      multiply-adds, each with one constant: a second one would need a move
     nf4 -> bf16       the codes themselves select bytes: a permutation looks 4 codes up among 8, so
                       two and a choice by the upper bit of each code among 16, for the upper and the
                       lower bytes of the levels. The choice is by a mask of bits 0 to 6 of a byte: a
@@ -139,12 +140,18 @@ def _select(code, table, word):
 
 @intrinsic(word=uint32, zeros=uint32)
 def int4_to_bf16(code, pairs, word, zeros):
-    """Set pairs[0:4] to the 8 codes of a word less the zero point, in the order of columns."""
+    """Set pairs[0:4] to the 8 codes of a word less the zero point / BF16_UNIT."""
     for_pair = []
-    for j in range(4):
-        bits = code.or_(code.and_(code.lshr(word, 4 * j), 0x000F000F), 0x43004300)
-        for_pair.append(_fma_pairs(code, bits, 0x3F803F80, zeros))
+    for half in (word, code.lshr(word, 8)):
+        for mask, factor in ((0x000F000F, 0x7F007F00), (0x00F000F0, 0x7D007D00)):
+            for_pair.append(_fma_pairs(code, code.and_(half, mask), factor, zeros))
     code.set_registers(pairs, for_pair)
+
+
+@intrinsic(returns=uint32, zero=uint32)
+def int4_zeros(code, zero):
+    """Return -zero / BF16_UNIT as a pair of bf16; zero: 0 ... 15."""
+    return _fma_pairs(code, code.mul(zero, 0x10001), 0xFF00FF00, 0x80008000)  # -2^127, -0
 
 
 @intrinsic(word=uint32)
@@ -309,8 +316,14 @@ def _store_pairs(thread, site, pairs, values):
 @simulates(int4_to_bf16)
 def _simulated_int4(thread, site, pairs, word, zeros):
     zero = np.array([zeros], np.uint32).view(ml_dtypes.bfloat16).astype(np.float32)
-    codes = nibbles(np.array(word, np.uint32)).reshape(2, 4).T + np.float32(128)
+    codes = nibbles(np.array(word, np.uint32)).reshape(2, 4).T / np.float32(BF16_UNIT)
     _store_pairs(thread, site, pairs, (codes + zero).reshape(-1))
+
+
+@simulates(int4_zeros)
+def _simulated_zeros(thread, site, zero):
+    pair = np.full(2, -float(zero) / BF16_UNIT, ml_dtypes.bfloat16)
+    return pair.view(np.uint32)[0]
 
 
 @simulates(nf4_to_bf16)
