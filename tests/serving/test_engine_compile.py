@@ -153,7 +153,10 @@ def multiply_codes(full, codes, x, norm_w):
     normed(x, full(1, 2048), norm_w, codes(128, 2048), 1e-6, b_O=bias)
     gemv.gemv(full(1, 2048), codes(64, 2048), weights_ready=True)  # all of a tile at once
     gemv.gemv(full(1, 5632), codes(64, 5632), weights_ready=True)  # 16 warps, two steps
-    if full(1).dtype == BF16 and codes(1, 64).kind in ("int8", "nf4"):  # others need fewer registers
+    if full(1).dtype == BF16 and codes(1, 64).kind in (
+        "int8",
+        "nf4",
+    ):  # others need fewer registers
         gemv.gemv(full(9, 5632), codes(64, 5632), weights_ready=True)
         gemv.gemv(full(32, 4096), codes(4096, 4096), weights_ready=True)
         rows = 16 * (gemv.MULTIPROCESSORS + 1)  # two tiles per block
