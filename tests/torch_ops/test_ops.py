@@ -326,6 +326,7 @@ def test_in_a_cuda_graph(name):
     grads = [torch.ones_like(y) for y in outputs(case.op(*inputs))]
     wanted = [inputs[i] for i in case.floats()]
     run = lambda: torch.autograd.grad(outputs(case.op(*inputs)), wanted, grads)
+    torch.cuda.synchronize()  # another stream reads inputs and grads
     with torch.cuda.stream(torch.cuda.Stream()):
         plain = run()
     torch.cuda.synchronize()

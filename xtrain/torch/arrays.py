@@ -156,6 +156,8 @@ class TorchMemory:
 
     def tensor(self, a: Array) -> torch.Tensor:
         """Return the tensor with the memory of CuPy's contiguous array a; else that of a copy."""
+        if not a.size:  # all empty blocks have the address 0
+            return torch.empty(a.shape, dtype=TORCH_DTYPES[a.dtype], device=self.device)
         block = self.blocks.get(a.data.mem.ptr)
         if block is None or not a.flags.c_contiguous:  # an argument of the op, or a part of one
             copy = self.allocate(a.shape, a.dtype)
