@@ -864,7 +864,7 @@ for M in (1, 8, 64):
 # keeps its queries, and keys and values travel around the ring of 32.1. The parts are combined by
 # the online softmax of [lesson 13](13_flash_attention.ipynb).
 #
-# *Experts*: in a mixture of experts each rank has some of the experts, and each token travels to
+# *Experts*: in a mixture of experts (lesson 46) each rank has some of the experts, and each token travels to
 # the rank of its expert and back: an *all-to-all*.
 #
 # They combine: tensor parallelism inside a machine, pipeline stages between machines, data

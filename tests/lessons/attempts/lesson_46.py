@@ -134,8 +134,8 @@ def place_kernel(pairs_M, expert_P, first_E):
     for step in range((n + 31) // 32):
         p = 32 * step + lane
         e = expert_P[p] if p < n else -1
-        same = cuda.match_any_sync(FULL, int32(e == own))
-        rank = cuda.popc(same & uint32((1 << lane) - 1))
+        same = cuda.match_any_sync(FULL, 1 if e == own else 0)
+        rank = cuda.popc(same & ((1 << lane) - 1))
         if e == own:
             pairs_M[slot + rank] = p
         slot += cuda.popc(cuda.ballot_sync(FULL, e == own))
@@ -156,7 +156,7 @@ def place_kernel(pairs_M, expert_P, first_E):
     for start in range(0, expert_P.size, 32):
         own = 0
         if start + lane < expert_P.size:
-            own = int32(expert_P[start + lane] == e)
+            own = 1 if expert_P[start + lane] == e else 0
         v = own
         for d in (1, 2, 4, 8, 16):
             other = cuda.shfl_up_sync(FULL, v, d)
@@ -170,7 +170,7 @@ def place_kernel(pairs_M, expert_P, first_E):
 # %% 46.3 WRONG: hands them out in the order in which lanes come
 @cuda.jit
 def place_kernel(pairs_M, expert_P, first_E):
-    free = cuda.shared.array(1, int32)
+    free = cuda.shared.array(1, np.int32)
     e, lane = cuda.blockIdx.x, cuda.threadIdx.x
     if lane == 0:
         free[0] = first_E[e]
@@ -204,12 +204,12 @@ def place_kernel(pairs_M, expert_P, first_E):
     e, lane = cuda.blockIdx.x, cuda.threadIdx.x
     count = 0
     for p in range(expert_P.size):
-        count += int32(expert_P[p] == e)
+        count += 1 if expert_P[p] == e else 0
     for p in range(lane, expert_P.size, 32):
         if expert_P[p] == e:
             rank = 0
             for q in range(p):
-                rank += int32(expert_P[q] == e)
+                rank += 1 if expert_P[q] == e else 0
             pairs_M[first_E[e] + rank] = p
     for m in range(first_E[e] + count + lane, first_E[e + 1], 32):
         pairs_M[m] = -1

@@ -2,9 +2,7 @@
 
 SORT = 'np.argsort(-logits_NE, axis=1, kind="stable")[:, :K]'
 ROUND = "-(-c // TILE) * TILE"
-VOTE = "cuda.ballot_sync(FULL, wanted)"
 WANTED = "p < expert_P.size and expert_P[p] == e"
-PLACE = "pairs_M[slot + cuda.popc(mine & ((1 << lane) - 1))] = p"
 PADDING = "    for m in range(slot + lane, first_E[e + 1], 32):\n        pairs_M[m] = -1\n"
 GRADIENT = "p * (q - pq.sum(1, keepdims=True))"
 
@@ -55,6 +53,6 @@ MISTAKES = [
 RIGHT = [
     ("46.1", SORT, "np.array([sorted(range(len(row)), key=lambda e: -row[e])[:K] for row in logits_NE])"),
     ("46.2", ROUND, "(c + TILE - 1) // TILE * TILE"),
-    ("46.3", "slot += cuda.popc(mine)", "slot = slot + cuda.popc(uint32(mine))"),
+    ("46.3", "slot += cuda.popc(mine)", "slot = cuda.popc(mine) + slot"),
     ("46.4", GRADIENT, "pq - p * pq.sum(1)[:, None]"),
 ]  # fmt: skip
