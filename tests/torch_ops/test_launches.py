@@ -120,7 +120,7 @@ class Driver:
 
 def encode(spec):
     """The 128 bytes of a tensor map in the simulator."""
-    words = simulated_map(spec.address, spec.dims, spec.strides, spec.box)
+    words = simulated_map(spec.address, spec.dims, spec.strides, spec.box, spec.itemsize)
     return np.array(words, np.uint64).tobytes()
 
 
