@@ -81,6 +81,7 @@ MOST = {
     "n_kv_heads": 1 << 12,
     "max_seq_len": 1 << 24,
     "n_experts": 1 << 10,
+    "experts_per_token": 32,  # kernels/experts/routing.py: a lane of a warp for each
     "expert_hidden_dim": 1 << 20,
 }
 MOST_TOKENS = 1 << 24  # of one forward pass

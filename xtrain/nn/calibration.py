@@ -78,8 +78,14 @@ def calibrate(model: Transformer, ids_BT: np.ndarray, kind: str) -> list[float]:
 
     ids: (B, T) tokens of a text like those that the model will see.
     Returns the alpha of each matrix, in the order o, qkv, down, gate_up of each layer. Matrices of
-    modules that `changed` has replaced stay as they are. Raises UserError for a quantized model.
+    modules that `changed` has replaced stay as they are. Raises UserError for a quantized model,
+    and for a mixture of experts.
     """
+    if model.config.n_experts:
+        raise UserError(
+            "a mixture of experts cannot be quantized, so there is nothing to calibrate for: leave "
+            "out --calibrate"
+        )
     if any(p.quantized is not None for _, p in model.storage()):
         raise UserError("the model is quantized already: calibrate before quantizing")
     alphas: list[float] = []

@@ -20,13 +20,18 @@ from .router_losses import RouterLosses
 class ExpertBiases:
     """The biases of a model's routers, and the load of the experts in the current step.
 
-    load_LE: rows of each expert, int32, on the device; (0, 0) for a model without biases.
+    Those of a frozen model (adapters, draft heads) stay as they are: they would not be saved.
+
+    load_LE: rows of each expert, int32, on the device; (0, 0) for a model without biases to move.
     rate: by which a step moves each bias.
     """
 
     def __init__(self, model: Transformer, rate: float):
         mixtures = [m for _, m in model.modules() if isinstance(m, MixtureOfExperts)]
-        self.biases = [m.bias.data for m in mixtures if m.bias is not None]
+        trained = {id(parameter) for _, parameter in model.storage()}
+        self.biases = [
+            m.bias.data for m in mixtures if m.bias is not None and id(m.bias) in trained
+        ]
         if self.biases and len(self.biases) < len(mixtures):
             raise UserError("some routers have a bias and others have none: give all of them one")
         E = self.biases[0].size if self.biases else 0
@@ -44,11 +49,12 @@ class ExpertBiases:
             for load_E, counts_E in zip(self.load_LE, routers.counts, strict=True):
                 add_counts(load_E, counts_E)
 
-    def move(self, sum_load: Callable[[Array], None]) -> None:
+    def move(self, sum_load: Callable[[Array], None], factor_1: Array | None = None) -> None:
         """Move the biases by the load.
 
         sum_load: replaces the load of this rank by that of all.
+        factor: NaN in a step that is skipped, which moves nothing (skip_nonfinite.py).
         """
         sum_load(self.load_LE)
         for bias_E, load_E in zip(self.biases, self.load_LE):
-            move_bias(bias_E, load_E, self.rate)
+            move_bias(bias_E, load_E, self.rate, factor_1)

@@ -51,10 +51,7 @@ def quantize_weights(model: Transformer, kind: str) -> None:
         raise UserError(f"weights {kind!r} is not known: choose {', '.join(WEIGHTS)}")
     if kind == "full":
         return
-    if model.config.n_experts:
-        raise UserError(
-            f"weights {kind!r} are not supported for a mixture of experts: choose weights full"
-        )
+    _refuse_experts(model, kind)
     adapted = None
     if isinstance(model, AdaptedTransformer) and model.lora:
         adapted = model
@@ -85,8 +82,9 @@ def quantize_weights(model: Transformer, kind: str) -> None:
 def quantize_onto(model: Transformer, kind: str, device: str, precision: Precision) -> None:
     """Move a model from the CPU to a device, its matrices quantized there one after the other.
 
-    precision: there. Raises UserError for weights that are not numbers.
+    precision: there. Raises UserError for weights that are not numbers, and a mixture of experts.
     """
+    _refuse_experts(model, kind)
     dtype = np.dtype(np.float32 if precision == "fp32" else BFLOAT16)
     for name, parameter in linear_weights(model):
         codes = quantize(to_device(parameter.data, device), kind)
@@ -98,6 +96,14 @@ def quantize_onto(model: Transformer, kind: str, device: str, precision: Precisi
     model.device = device
     model.precision = precision
     model.rotary = RotaryTables(model.config, device)
+
+
+def _refuse_experts(model: Transformer, kind: str) -> None:
+    """Raise UserError for a mixture: its experts, nearly all of it, are no Linears."""
+    if model.config.n_experts:
+        raise UserError(
+            f"weights {kind!r} are not supported for a mixture of experts: choose weights full"
+        )
 
 
 def linear_weights(model: Module) -> list[tuple[str, Parameter]]:

@@ -15,8 +15,15 @@ PREFIX = "experts of "  # and the layer: a key of layers.jsonl
 @contextlib.contextmanager
 def expert_loads(config: ModelConfig) -> Iterator[dict[str, np.ndarray]]:
     """Return {"experts of layer 3": tokens of each expert, (E,)}, filled by the forward passes
-    inside; empty for a model without experts."""
-    loads: dict[str, np.ndarray] = {}
+    inside; empty for a model without experts.
+
+    Every layer has an entry also if no forward pass ran: ranks add theirs.
+    """
+    loads = {
+        f"{PREFIX}layer {i}": np.zeros(config.n_experts, np.int64)
+        for i in range(config.n_layers)
+        if config.has_experts(i)
+    }
 
     @contextlib.contextmanager
     def observer(op: Op) -> Iterator[None]:

@@ -210,7 +210,7 @@ class Run:
         norms_and_losses = self.parallel.gather_norm_and_loss(norm, total)
         skip_unless_finite(factor, self.skips_in_a_row, *norms_and_losses, self.config.max_skips)
         self.optimizer.apply(hyper, factor)
-        self.expert_biases.move(self.parallel.sum_load)
+        self.expert_biases.move(self.parallel.sum_load, factor)
         return total, norm
 
     def loss_and_terms(self, part: Any, inv_count: Array, batch: Any) -> tuple[Tensor, Tensor]:
