@@ -181,7 +181,7 @@ class Kind:
 
 
 def _common(r: Record) -> dict[str, Any]:
-    conversation = Conversation.of(r)
+    conversation = None if isinstance(r.fields.get("prompt"), str) else Conversation.of(r)
     return {
         "where": r.where,
         "prompt": "" if conversation else r.text("prompt"),

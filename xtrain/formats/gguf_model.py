@@ -91,7 +91,8 @@ def folder_of(path: Path) -> Path:
 def _remove_outdated(folder: Path, path: Path) -> None:
     """Remove the other folders of this file, and of files that are gone."""
     for index in folder.parent.glob(f"*/{INDEX}"):
-        with contextlib.suppress(UserError, KeyError, TypeError):  # another process may remove it
+        # another process may remove it, and the file may be out of reach
+        with contextlib.suppress(UserError, KeyError, TypeError, OSError):
             file = Path(read_json(index)["file"])
             if index.parent != folder and (file == path or not file.exists()):
                 shutil.rmtree(index.parent, ignore_errors=True)

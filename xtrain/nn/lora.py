@@ -94,7 +94,9 @@ class Lora:
         if "" in self.modules_to_save:
             raise UserError("a name of --lora-modules-to-save is empty: give an end of a name")
         tables = [name for name in TABLES if name in self.targets]
-        if tables and (self.dora or name_ends(tables[0], self.modules_to_save)):
+        if not self.dora:
+            tables = [name for name in tables if name_ends(name, self.modules_to_save)]
+        if tables:
             raise UserError(
                 f"{tables[0]} is a target of LoRA, with DoRA or while it is trained whole: leave "
                 "one of them out"

@@ -81,7 +81,7 @@ def register_op(
     changed = {i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write}
     dense = {i for i, a in enumerate(arguments) if a.name not in strided} - changed
     gradient_of = _gradient_dtypes(op)
-    lists = any(str(a.type).startswith("List[Tensor") for a in arguments)
+    lists = any("List[" in str(a.type) for a in arguments)  # also of numbers: no part of a key
     if changed or lists:
         compute: Callable = _as_usual(qualified, launcher, changed, dense)
     else:

@@ -138,6 +138,11 @@ class AdapterOptions(ParallelOptions, ExpertOptions, OptimizerOptions):
         lora = Lora(self.lora, 2.0 * self.lora)
         if folder is not None:
             lora = Lora.read(folder)
+            if self.lora_init not in ("default", lora.init):  # it would change the frozen model
+                raise UserError(
+                    f"{folder} holds adapters that did not begin as {self.lora_init}: leave out "
+                    "--lora-init, or merge them with `xtrain export --merge` and train new ones"
+                )
         options: dict[str, Any] = {
             "targets": self.lora_targets if self.lora_targets != ("all",) else None,
             "alpha": self.lora_alpha,
