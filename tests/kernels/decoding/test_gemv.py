@@ -233,9 +233,7 @@ def without_a_bug(stage):
 def run_tensor_kernel(make, stage):
     x, delta, norm_w, w, *_, b = case(2, 128, 40, norm=True, delta=BF16, bias=True)
     y, h = sim(np.zeros((2, 40), np.float32)), sim(np.zeros((2, 128), np.float32))
-    arrays = [
-        a.reshape(-1) for a in (y, h, sim(x), sim(delta), sim(w), sim(norm_w), sim(norm_w), sim(b))
-    ]
+    arrays = [a.reshape(-1) for a in (y, h, sim(x), sim(delta), sim(w), *[sim(norm_w)] * 3, sim(b))]
     variant = Variant(
         norm=True, add=True, half=False, swiglu=False, bias=True, overlap=True, ready=True, once=False, staged=stage
     )  # fmt: skip
@@ -250,8 +248,8 @@ def run_tensor_kernel(make, stage):
         (BF16, "make_finish", "value += weights.b[o]", "value += weights.b[o + 1]"),
         (BF16, "make_finish", "up += weights.b[F + o]", "up += weights.b[2 * F + o]"),
         (BF16, "make_finish", "value += weights.b[o]", "value += weights.b[row]"),
-        (np.float32, "make_multiply_row", "up += b[F + o]", "up += b[o]"),
-        (np.float32, "make_multiply_row", "value += b[o]", "value += b[o] * r"),
+        (np.float32, "make_multiply_row", "up += weights.b[F + o]", "up += weights.b[o]"),
+        (np.float32, "make_multiply_row", "value += weights.b[o]", "value += weights.b[o] * r"),
     ],
 )
 def test_planted_bugs_of_the_bias_are_found(w, name, old, new):

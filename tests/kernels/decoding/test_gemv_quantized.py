@@ -232,10 +232,10 @@ def test_the_products_of_a_decoder():
         (BF16, "make_finish", "up *= scales[1]", "up *= scales[0]"),
         # the unit of bf16 codes
         (BF16, "make_finish", " * float32(UNIT)", ""),
-        (np.float32, "make_multiply_row", "value *= scale[o]", "value *= scale[o + 1]"),
-        (np.float32, "make_multiply_row", "up *= scale[F + o]", "up *= scale[o]"),
+        (np.float32, "make_multiply_row", "value *= weights.scale[o]", "value *= weights.scale[o + 1]"),
+        (np.float32, "make_multiply_row", "up *= weights.scale[F + o]", "up *= weights.scale[o]"),
         # the bias is scaled too
-        (np.float32, "make_multiply_row", "value += b[o]", "value = (value / scale[o] + b[o]) * scale[o]"),
+        (np.float32, "make_multiply_row", "value += weights.b[o]", "value = (value / weights.scale[o] + weights.b[o]) * weights.scale[o]"),
         # a word too few, or another one
         (np.float32, "make_multiply_row", "range(0, E, 4)", "range(0, E - 4, 4)"),
         (BF16, "make_multiply", "STEPS = 4 if", "STEPS = 3 if"),

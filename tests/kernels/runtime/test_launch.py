@@ -503,7 +503,7 @@ def cache_path(monkeypatch, tmp_path):
 
 def test_the_rooms_of_the_kernels():
     names = {str(room) for room in ROOMS}
-    assert names == {".", "attention", "decoding", "primitives", "runtime"}
+    assert names == {".", "attention", "decoding", "experts", "primitives", "runtime"}
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=str)

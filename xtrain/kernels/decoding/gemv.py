@@ -53,7 +53,9 @@ from .gemv_operands import (
     MAX_ROWS,
     MAX_ROWS_QUANTIZED,
     TILE,
+    Rows,
     Variant,
+    Weights,
     chunk_columns,
     shared_bytes,
     staged,
@@ -107,8 +109,7 @@ def gemv_naive_kernel(y_NO, x_NK, w_OK):
 
 
 def make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED):
-    """Return multiply_row(y, h, x, delta, w, norm_w, scale, groups, b, o, F, eps): column o of y,
-    by one warp, for any dtypes.
+    """Return multiply_row(y, rows, weights, o, eps): column o of y, by one warp, for any dtypes.
 
     A warp reads a row of w (two with swiglu), 16 bytes per lane, and all rows of x: 4 columns, or
     16 if w is quantized, 32 with codes of four bits. QUANTIZED: the kind of w.
@@ -123,7 +124,9 @@ def make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED):
     load_values = make_load_values(QUANTIZED == "nf4")
 
     @device
-    def multiply_row(y, h, x, delta, w, norm_w, scale, groups, b, o, F, eps):
+    def multiply_row(y, rows, weights, o, eps):
+        w = weights.w
+        F = weights.F
         lane = cuda.threadIdx.x & 31
         x_4 = cuda.local.array(4, float32)
         w_ME = cuda.local.array((M, E), float32)
@@ -140,7 +143,7 @@ def make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED):
             for m in range(M):
                 if FOUR:
                     i = ((o + m * F) * COLUMNS + first) // 2
-                    load_values(w_ME[m], w, groups, i, first // 128, o + m * F, M * F)
+                    load_values(w_ME[m], w, weights.groups, i, first // 128, o + m * F, M * F)
                 elif QUANTIZED:
                     load_codes16(words, w, (o + m * F) * K + first)
                     codes_to_floats(w_ME[m], words, w)
@@ -153,15 +156,15 @@ def make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED):
                     if k >= K:
                         continue
                 if NORM:
-                    load4(nw_4, norm_w, k)
+                    load4(nw_4, rows.norm_w, k)
                 for n in range(N):
-                    load4(x_4, x, n * K + k)
+                    load4(x_4, rows.x, n * K + k)
                     if ADD:
-                        load4(delta_4, delta, n * K + k)
+                        load4(delta_4, rows.delta, n * K + k)
                         for j in range(4):
                             x_4[j] += delta_4[j]
                         if k // 128 % F == o:  # the warps share the work of writing h
-                            store4(h, n * K + k, x_4)
+                            store4(rows.h, n * K + k, x_4)
                     for j in range(4):
                         if NORM:
                             squares[n] += x_4[j] * x_4[j]
@@ -174,15 +177,15 @@ def make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED):
                 r = rsqrtf(warp_sum(squares[n]) * float32(1 / K) + eps)
             value = warp_sum(acc_NM[n, 0]) * r
             if QUANTIZED:
-                value *= scale[o]
+                value *= weights.scale[o]
             if BIAS:
-                value += b[o]
+                value += weights.b[o]
             if SWIGLU:
                 up = warp_sum(acc_NM[n, 1]) * r
                 if QUANTIZED:
-                    up *= scale[F + o]
+                    up *= weights.scale[F + o]
                 if BIAS:
-                    up += b[F + o]
+                    up += weights.b[F + o]
                 value *= sigmoid(value) * up
             if lane == 0:
                 store1(y, n * F + o, value)
@@ -204,7 +207,7 @@ def make_plain_kernel(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED, overlap):
             wait_for_previous()
             let_next_start()
         if o < F:
-            multiply_row(y, h, x, delta, w, norm_w, scale, groups, b, o, F, eps)
+            multiply_row(y, Rows(x, delta, h, norm_w, N), Weights(w, scale, groups, b, F), o, eps)
 
     return gemv_plain_kernel
 
