@@ -49,12 +49,15 @@ class ExpertBiases:
             for load_E, counts_E in zip(self.load_LE, routers.counts, strict=True):
                 add_counts(load_E, counts_E)
 
-    def move(self, sum_load: Callable[[Array], None], factor_1: Array | None = None) -> None:
+    def move(
+        self, sum_load: Callable[[Array], None] | None = None, factor_1: Array | None = None
+    ) -> None:
         """Move the biases by the load.
 
-        sum_load: replaces the load of this rank by that of all.
+        sum_load: replaces the load of this rank by that of all; None: there is one rank.
         factor: NaN in a step that is skipped, which moves nothing (skip_nonfinite.py).
         """
-        sum_load(self.load_LE)
+        if sum_load is not None:
+            sum_load(self.load_LE)
         for bias_E, load_E in zip(self.biases, self.load_LE):
             move_bias(bias_E, load_E, self.rate, factor_1)
