@@ -116,6 +116,7 @@ def make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED):
     """
     M = 2 if SWIGLU else 1
     FOUR = QUANTIZED in FOUR_BITS
+    CODES = QUANTIZED != ""  # numba-cuda-mlir knows no truth of a text
     E = 4
     if QUANTIZED:
         E = 32 if FOUR else 16
@@ -144,7 +145,7 @@ def make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED):
                 if FOUR:
                     i = ((o + m * F) * COLUMNS + first) // 2
                     load_values(w_ME[m], w, weights.groups, i, first // 128, o + m * F, M * F)
-                elif QUANTIZED:
+                elif CODES:
                     load_codes16(words, w, (o + m * F) * K + first)
                     codes_to_floats(w_ME[m], words, w)
                 else:
@@ -176,13 +177,13 @@ def make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED):
             if NORM:
                 r = rsqrtf(warp_sum(squares[n]) * float32(1 / K) + eps)
             value = warp_sum(acc_NM[n, 0]) * r
-            if QUANTIZED:
+            if CODES:
                 value *= weights.scale[o]
             if BIAS:
                 value += weights.b[o]
             if SWIGLU:
                 up = warp_sum(acc_NM[n, 1]) * r
-                if QUANTIZED:
+                if CODES:
                     up *= weights.scale[F + o]
                 if BIAS:
                     up += weights.b[F + o]
