@@ -432,7 +432,7 @@ for name, logits, counts in (("both to expert 0", both, [2, 0]), ("one each", ea
 # ## Measure: three small models
 #
 # The other remedy adds no gradient at all (Wang et al. 2024): a **bias** for each expert is added when experts are *chosen*, not when they are weighted. After each step the bias of an expert with less than the mean load
-# grows by a constant, that of the others falls. Three runs from the same seed on the language of [lesson 40](40_scaling.ipynb): 8 experts, K = 1 (the weight is then the probability itself). The load is of the last 50 steps.
+# grows by a constant, that of the others falls. Three runs from the same seed on the language of [lesson 40](40_scaling.ipynb): 8 experts, K = 1. (Softmax over one logit is always 1, so the weight here is the probability among all experts.) The load is of the last 50 steps.
 
 # %% tags=["varies"]
 from xtrain.nn.expert_bias import ExpertBiases

@@ -25,6 +25,12 @@ def alike(a, b):
     return a.shape == b.shape and np.allclose(a, b, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
+def less_the_largest_of_all(x):
+    with np.errstate(all="ignore"):
+        p = np.exp(x - x.max())
+        return p / p.sum(1, keepdims=True)
+
+
 def softmax(x, axis=1):
     with np.errstate(all="ignore"):
         p = np.exp(x - x.max(axis, keepdims=True))
@@ -79,6 +85,8 @@ CHOOSE = {
     "These are the logits: their softmax is asked for.": lambda x, K: chosen(x, K, weights=lambda c: c),
     "exp of a large logit is infinite: subtract the largest of the row first.":
         (lambda x, K: chosen(x, K, weights=overflowing), lambda x, K: Arrays((stable(x, K), np.take_along_axis(overflowing(x), stable(x, K), 1) / np.take_along_axis(overflowing(x), stable(x, K), 1).sum(1, keepdims=True)))),
+    "The largest of ALL rows is subtracted: in a row far below it every exp is 0. Subtract the largest of each row.":
+        lambda x, K: chosen(x, K, weights=less_the_largest_of_all),
     "The sum is that of a column: each ROW of weights adds up to 1, axis 1.": lambda x, K: chosen(x, K, weights=lambda c: np.exp(c - c[:, :1]) / np.exp(c - c[:, :1]).sum(0)),
     "The sum is that of all rows: each ROW of weights adds up to 1, sum(1, keepdims=True).": lambda x, K: chosen(x, K, weights=lambda c: np.exp(c - c[:, :1]) / np.exp(c - c[:, :1]).sum()),
     "All chosen experts have the same weight here: softmax of their logits.": lambda x, K: chosen(x, K, weights=lambda c: np.ones_like(c) / K),
@@ -168,6 +176,9 @@ SLOTS = {
         lambda x, E, T: (slots(x, E, T)[0], [f + x.count(i) for i, f in enumerate(slots(x, E, T)[1])]),
     "This is the slot of each pair: pairs has the pair in each slot, pairs[slot] = p.": slot_of_pair,
     "These are the experts: pairs has the number of the pair.": lambda x, E, T: ([x[p] if p >= 0 else -1 for p in slots(x, E, T)[0]], slots(x, E, T)[1]),
+    "These are the tokens, for K = 2: pairs has the number of the pair.": changed(lambda pairs, first: ([p // 2 for p in pairs], first)),
+    "All padding is at the end: it belongs behind the pairs of each expert, so that the next one begins at its first slot.":
+        changed(lambda pairs, first: (sorted(pairs, key=lambda p: p < 0), first)),
     "Return pairs first, then first.": changed(lambda pairs, first: (first, pairs)),
     "These are the counts, rounded up: first is their prefix sum.": changed(lambda pairs, first: (pairs, np.diff(first).tolist())),
     "first counts tiles here: the first SLOT of each expert.": lambda x, E, T: (slots(x, E, T)[0], [f // T for f in slots(x, E, T)[1]]),
@@ -205,6 +216,8 @@ def expert_slots(e):
         return numbers("pairs", pairs), numbers("first", first)
 
     def other(arguments, want, got):
+        if len(got[1]) != len(want[1]):
+            return f"first has {len(got[1])} numbers and must have E + 1 = {len(want[1])}: one for each expert, also for one without pairs, and the end."
         if got[1] != want[1]:
             return "Count the pairs of each expert, round each count up to a multiple of TILE, and add: first[e] is the sum of those before e."
         return "first is right. Pair p, in order, goes to the next free slot of its expert; all other slots are -1."
@@ -222,14 +235,14 @@ def expert_slots(e):
         "DeadlockError": "All 32 lanes must call the ballot, equally often: loop over `start`, not over this lane's own pairs. A lane past the end votes False.",
         "OutOfBoundsError": "A lane past the end has no pair: ask p < expert_P.size before expert_P[p]. Count only LOWER lanes, without the lane itself, and write no padding from first_E[e + 1] on.",
         "RaceError between blocks": "Two blocks write the same slot: block e has the slots from first_E[e] to first_E[e + 1] - 1, and writes pairs of expert e alone.",
-        "RaceError": "Two lanes write the same slot: each adds the number of LOWER lanes of the ballot, mine & ((1 << lane) - 1). Then every lane adds the number of ALL lanes of the ballot to the slot, and padding begins there.",
+        "RaceError": "Two lanes write the same slot: each adds the number of LOWER lanes of the ballot, mine & ((1 << lane) - 1). Then every lane adds the number of ALL lanes of the ballot to the slot, and padding begins there. Padding that is written before the pairs needs cuda.syncwarp() after it.",
     },
 )  # fmt: skip
 def place_kernel(e):
     fixed = (
         ([2, 0, 2, 1, 0, 2, 2, 1], 3, 4),
         ([1] * 70, 3, 8),  # all to one expert, two without
-        (np.arange(64) % 5, 5, 16),
+        (np.arange(64) % 5, 5, 64),  # more padding than lanes
         (np.arange(100) * 7 % 11 % 4, 4, 8),
         ([3] * 8 + [0] * 8, 4, 8),  # no padding
     )
@@ -253,12 +266,16 @@ def place_kernel(e):
         e.same("pairs", pairs, want, {
             "Padding is missing: the slots after the last pair of an expert, up to first_E[e + 1], get -1.":
                 lambda x, w=written, p=padding, g=got, t=want: not w[p].any() and (g == t)[~p].all(),
+            "Padding may be more than 32 slots: each lane writes every 32nd slot of it, in a loop.":
+                lambda x, w=written, g=got, t=want: not w.all() and (g == t)[w].all() and w[t >= 0].all(),
             "Padding is -1.": lambda x, w=written, p=padding, g=got, t=want: w.all() and (g == t)[~p].all(),
             "The pairs of an expert are in the opposite order in each 32: count the LOWER lanes.": lambda x, g=got, b=backwards: len(b) < 33 and np.array_equal(g, b),
             "The lane was written, not the pair: p = start + lane.": lambda x, g=got, t=lanes: len(experts) > 32 and np.array_equal(g, t),
             "The expert was written, not the pair.": lambda x, g=got, t=want: np.array_equal(g[t >= 0], np.array(experts)[t[t >= 0]]),
             "Only the first 32 pairs were placed: a loop takes the others, 32 at a time.":
                 lambda x, g=got, t=want: len(experts) > 32 and (g == t)[(t >= 0) & (t < 32)].all() and not np.isin(g, np.arange(32, len(experts))).any(),
+            "The last pairs are missing, where fewer than 32 are left: the loop ends at expert_P.size, and lanes past it vote False.":
+                lambda x, w=written, g=got, t=want, n=len(experts) // 32 * 32: w.all() and (g == t)[(t >= 0) & (t < n)].all() and (g[t >= n] == -1).all(),
         }, atol=0)  # fmt: skip
         e.need(
             "cuda.atomic" not in e.code,
@@ -301,13 +318,18 @@ BALANCE = {
     "The sum over j is missing in the gradient: p (q - sum_j q_j p_j). One probability can only grow if others fall.": lambda x, c: balanced(x, c, inner=False),
     "The factor p is missing in the gradient.": lambda x, c: balanced(x, c, outer=False),
     "The factor E is missing.": lambda x, c: balanced(x, c, q_of=lambda c, N, E: c / N**2),
-    "The mean over the tokens is a sum here: divide p's sum by N, too.": lambda x, c: balanced(x, c, q_of=lambda c, N, E: E * c / N),
-    "The counts must be divided by N.": lambda x, c: balanced(x, c, q_of=lambda c, N, E: E * c / N),
+    "1 / N is missing once: the counts are divided by N, and the sum of p over the tokens by N, too.": lambda x, c: balanced(x, c, q_of=lambda c, N, E: E * c / N),
     "The counts are divided by N, not by their sum, which is N K.": lambda x, c: balanced(x, c, q_of=lambda c, N, E: E * c / c.sum() / N),
     "The gradient has the opposite sign.": lambda x, c: balanced(x, c, scale=-1),
     "The gradient is N times too large: 1 / N of the mean belongs to it.": lambda x, c: balanced(x, c, scale=len(x)),
     "The gradient is N times too small: N**2 was divided twice.": lambda x, c: balanced(x, c, scale=1 / len(x)),
     "exp of a large logit is infinite: subtract the largest of the row first.": lambda x, c: balanced(x, c, p_of=overflowing),
+    "The largest of ALL rows is subtracted: in a row far below it every exp is 0. Subtract the largest of each row.":
+        lambda x, c: balanced(x, c, p_of=less_the_largest_of_all),
+    "The tokens are counted here by their largest logit: take counts_E, in which a token has K experts.":
+        lambda x, c: balanced(x, np.bincount(x.argmax(1), minlength=x.shape[1])),
+    "All of B is subtracted in the gradient: take the sum of the token's own row, sum(1, keepdims=True).":
+        gradient(lambda x, c: softmax(x) * (x.shape[1] * c / len(x) ** 2 - balanced(x, c)[0])),
     "Softmax is along axis 0 here: a row of p adds up to 1, over the experts.": lambda x, c: balanced(x, c, p_of=lambda x: softmax(x, 0)),
     "The sum over j is along axis 0 here: it is over the experts of a token.": gradient(columns),
     "These are logits where probabilities belong: p is their softmax.": lambda x, c: balanced(x, c, p_of=lambda x: x),

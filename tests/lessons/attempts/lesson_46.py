@@ -112,6 +112,23 @@ def expert_slots(experts_P, E, TILE):
 # +         e = experts_P[p]
 
 
+# %% 46.2 WRONG: All padding is at the end
+# as the solution, but:
+# -     return pairs, first
+# +     return sorted(pairs, key=lambda p: p < 0), first
+
+
+# %% 46.2 WRONG: also for one without pairs
+def expert_slots(experts_P, E, TILE):
+    pairs = []
+    first = [0]
+    for e in sorted(set(experts_P)):
+        pairs += [p for p, x in enumerate(experts_P) if x == e]
+        pairs += [-1] * (-len(pairs) % TILE)
+        first.append(len(pairs))
+    return pairs, first
+
+
 # %% 46.2 WRONG: their prefix sum
 # as the solution, but:
 # -     return pairs, first
@@ -219,6 +236,16 @@ def place_kernel(pairs_M, expert_P, first_E):
 # as the solution, but:
 # -             pairs_M[slot + cuda.popc(mine & ((1 << lane) - 1))] = p
 # +             pairs_M[slot + cuda.popc(mine >> (lane + 1))] = p
+
+
+# %% 46.3 WRONG: needs cuda.syncwarp()
+# as the solution, but:
+# -     slot = first_E[e]
+# +     slot = first_E[e]
+# +     for s in range(slot + lane, first_E[e + 1], 32):
+# +         pairs_M[s] = -1
+# -     for m in range(slot + lane, first_E[e + 1], 32):
+# -         pairs_M[m] = -1
 
 
 # %% 46.3 WRONG: All 32 lanes must call the ballot
