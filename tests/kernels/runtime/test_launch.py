@@ -382,6 +382,7 @@ def test_a_compiler_process_that_fails(monkeypatch, compilers, how):
 
     def fails(kernel, signature):
         if os.getpid() != here:
+            time.sleep(0.5)  # until this process asks for the code: it does not ask what has ended
             os._exit(1) if how == "it dies" else 1 / 0
         return translate(kernel, signature)
 
