@@ -263,6 +263,7 @@ def place_kernel(e):
         got = np.array(pairs).view(np.ndarray)
         written = e.wrote(pairs)
         lanes = np.where(padding, -1, want % 32)
+        whole = len(experts) // 32 * 32  # pairs in complete groups of a warp
         e.same("pairs", pairs, want, {
             "Padding is missing: the slots after the last pair of an expert, up to first_E[e + 1], get -1.":
                 lambda x, w=written, p=padding, g=got, t=want: not w[p].any() and (g == t)[~p].all(),
@@ -275,7 +276,7 @@ def place_kernel(e):
             "Only the first 32 pairs were placed: a loop takes the others, 32 at a time.":
                 lambda x, g=got, t=want: len(experts) > 32 and (g == t)[(t >= 0) & (t < 32)].all() and not np.isin(g, np.arange(32, len(experts))).any(),
             "The last pairs are missing, where fewer than 32 are left: the loop ends at expert_P.size, and lanes past it vote False.":
-                lambda x, w=written, g=got, t=want, n=len(experts) // 32 * 32: w.all() and (g == t)[(t >= 0) & (t < n)].all() and (g[t >= n] == -1).all(),
+                lambda x, w=written, g=got, t=want, n=whole: w.all() and (g == t)[(t >= 0) & (t < n)].all() and (g[t >= n] == -1).all(),
         }, atol=0)  # fmt: skip
         e.need(
             "cuda.atomic" not in e.code,
