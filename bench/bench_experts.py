@@ -118,7 +118,9 @@ def measure(name: str, shape: Shape, skewed: bool, outputs: int, inputs: int) ->
 
 def measure_rows(name: str, shape: Shape, skewed: bool) -> None:
     """Measure everything around the products."""
-    N, E, K = shape.tokens, shape.experts, shape.per_token
+    N = shape.tokens
+    E = shape.experts
+    K = shape.per_token
     C, F = shape.width, shape.hidden
     experts = choose_experts(shape, skewed)
     order = expert_order(experts, E)
@@ -159,7 +161,10 @@ def measure_rows(name: str, shape: Shape, skewed: bool) -> None:
 
 def measure_decoding(name: str, shape: Shape) -> None:
     """Measure the experts of 1, 4 and 8 tokens."""
-    E, K, C, F = shape.experts, shape.per_token, shape.width, shape.hidden
+    E = shape.experts
+    K = shape.per_token
+    C = shape.width
+    F = shape.hidden
     gate_up, down = draw(E, 2 * F, C), draw(E, C, F)
     for N in (1, 4, 8):
         x = draw(N, C)

@@ -82,7 +82,7 @@ CHOOSE = {
     "The experts are in the order of their numbers: the one with the largest logit comes first.": lambda x, K: chosen(x, K, lambda x, K: np.sort(stable(x, K), 1)),
     "These are probabilities among ALL experts: softmax over the K chosen logits, so that the weights of a row add up to 1.": among_all,
     "The weights are the logits over their sum: softmax, with np.exp.": lambda x, K: chosen(x, K, weights=lambda c: c / c.sum(1, keepdims=True)),
-    "These are the logits: their softmax is asked for.": lambda x, K: chosen(x, K, weights=lambda c: c),
+    "These are the logits: return their softmax.": lambda x, K: chosen(x, K, weights=lambda c: c),
     "exp of a large logit is infinite: subtract the largest of the row first.":
         (lambda x, K: chosen(x, K, weights=overflowing), lambda x, K: Arrays((stable(x, K), np.take_along_axis(overflowing(x), stable(x, K), 1) / np.take_along_axis(overflowing(x), stable(x, K), 1).sum(1, keepdims=True)))),
     "The largest of ALL rows is subtracted: in a row far below it every exp is 0. Subtract the largest of each row.":
@@ -208,7 +208,7 @@ def expert_slots(e):
         x = list(x)
         for v in x:
             whole = v is None or isinstance(v, (int, np.integer))
-            e.need(whole, f"{name} holds {v!r}, which is no whole number." + " Divide with //." * isinstance(v, float))  # fmt: skip
+            e.need(whole, f"{name} holds {v!r}, which is not a whole number." + " Divide with //." * isinstance(v, float))  # fmt: skip
         return [None if v is None else int(v) for v in x]
 
     def read(got):

@@ -89,12 +89,16 @@ def test_nothing_outside_the_outputs(monkeypatch, dtype):
 
 def test_against_pytorch():
     w, a, b, arguments = norms(6, 2)
-    x, dy, m = normal(5, 4, 9), normal(6, 4, 6), normal(7, 6)
+    x = normal(5, 4, 9)
+    dy = normal(6, 4, 6)
+    m = normal(7, 6)
     tx, tm = torch.tensor(x, requires_grad=True), torch.tensor(m, requires_grad=True)
     v = torch.tensor(w + 1.7 * b @ a)
     ty = torch.nn.functional.linear(tx, v * (tm / v.norm(dim=1))[:, None])
     ty.backward(torch.tensor(dy))
-    c, dm, z = np.zeros(6, np.float32), np.zeros(6, np.float32), x @ v.numpy().T
+    c = np.zeros(6, np.float32)
+    dm = np.zeros(6, np.float32)
+    z = x @ v.numpy().T
     inverse_norms(c, *arguments, 1.7)
     np.testing.assert_allclose(scale_columns(z, m, c), ty.detach().numpy(), rtol=1e-4, atol=1e-5)
     dz = scale_columns_bwd(dy, z, m, c, dm)
@@ -131,7 +135,9 @@ def test_planted_bugs_are_found(name, old, new):
 
     def run():
         _, _, _, arguments = norms(37, 3)
-        z, m, dm = normal(1, 4, 37), normal(2, 37), np.zeros(37, np.float32)
+        z = normal(1, 4, 37)
+        m = normal(2, 37)
+        dm = np.zeros(37, np.float32)
         c, dm_kernel = to_kernel(dm.copy()), to_kernel(dm.copy())
         dora.inverse_norms(c, *map(to_kernel, arguments), 1.7)
         c_here = inverse_norms_ref(*arguments, np.float32(1.7))

@@ -74,46 +74,6 @@ def test_the_numbers_of_the_docstring():
     assert 0.008 < error("int8") < 0.0095 and 0.025 < error("fp8") < 0.028
 
 
-def test_the_numbers_of_four_bits_by_hand():
-    w = np.array([[-0.5, 0.25, 1]], np.float32)
-    coded = quantize(w, "int4")
-    assert four_bits.unpack_ref(coded.codes_OK, "int4")[0, :4].tolist() == [0, 7, 15, 5]
-    np.testing.assert_allclose(dequantize(coded), [[-0.5, 0.2, 1]], rtol=1e-6)
-    coded = quantize(w, "nf4")
-    assert coded.groups_CO.tolist() == [[255 + 256]]  # the second group is empty: the least scale
-    np.testing.assert_allclose(dequantize(coded), [[-0.5234375, 0.24609375, 1]], rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind, most", [("int4", 0.5 / 15 * 2 * 1.01), ("nf4", 0.153)])
-def test_the_error_of_four_bits_is_half_a_step_of_the_group(kind, most):
-    """nf4's widest step is from -1 to -0.6962, int4's a 15th of twice the largest weight."""
-    w = rows(9, 300)
-    w[:, 128:] *= 100  # the scales of the groups of a row differ
-    error = np.abs(dequantize(quantize(w, kind), np.float64) - w)
-    for columns in (
-        slice(0, 64),
-        slice(64, 128),
-        slice(128, 192),
-        slice(192, 256),
-        slice(256, 300),
-    ):
-        group = columns if kind == "nf4" else slice(columns.start // 128 * 128, columns.stop)
-        largest = np.abs(w[:, slice(group.start, group.start + four_bits.GROUP[kind])]).max(1)
-        # scales of nf4 are whole numbers up to 255, of the row's largest
-        assert (error[:, columns].max(1) <= most * largest + np.abs(w).max(1) / 510).all()
-
-
-def test_the_words_of_tensor_cores():
-    """Word 4 t + q of a chunk has columns 32 q + 8 t ... + 7."""
-    codes = np.zeros((1, 256), np.uint8)
-    codes[0, 128 + 32 * 3 + 8 * 2 + 5] = 9
-    for kind, nibble in (("int4", 6), ("nf4", 5)):
-        words = four_bits.pack_ref(codes, kind).view(np.uint32)[0]
-        assert np.flatnonzero(words).tolist() == [16 + 4 * 2 + 3]
-        assert words.max() == 9 << 4 * nibble
-        assert np.array_equal(four_bits.unpack_ref(four_bits.pack_ref(codes, kind), kind), codes)
-
-
 def test_fp8_against_pytorch():
     w = rows(4, 64)
     codes, scale = quantize_ref(w, "fp8")

@@ -130,7 +130,9 @@ def test_the_gradient_of_the_whole_loss():
         gate = layer.mlp.gate.weight
         where = slice(gate.offset, gate.offset + gate.size)
         direction[where] = gradient[where] / np.linalg.norm(gradient[where])
-    start, step, losses = weights.copy(), 1e-3, []
+    start = weights.copy()
+    step = 1e-3
+    losses = []
     for e in (step, -step):
         model.arena.weights[...] = start + e * direction
         losses.append(whole_loss(model, 20, *batch()).item())

@@ -218,7 +218,9 @@ def test_another_layout_is_recorded_anew(driver, monkeypatch):
 
     monkeypatch.setattr(_launches, "run_launcher", lambda *_: usual.append(1))
     run = _launches.Repeatable(launcher, frozenset([0]))
-    x, y, flat = torch.ones(8, 8), torch.ones(8, 8), torch.ones(80)
+    x = torch.ones(8, 8)
+    y = torch.ones(8, 8)
+    flat = torch.ones(80)
     for arguments in (
         (x, y, 2.0),
         (x + 1, y, 2.0),

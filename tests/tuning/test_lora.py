@@ -45,7 +45,9 @@ def adapted(model_of, lora, seed=0):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantized_base_gives_the_gradients_of_what_it_stands_for(kind):
     """Bit for bit on a CPU: products and their backward multiply by the dequantized matrix."""
-    base, gradients, losses = twins.random_model(twins.small(**SHAPE)), [], []
+    base = twins.random_model(twins.small(**SHAPE))
+    gradients = []
+    losses = []
     for quantized in (False, True):
         model = adapted(base, Lora(4, 6.0, SOME))
         if quantized:

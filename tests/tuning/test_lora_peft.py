@@ -157,7 +157,7 @@ def test_new_adapters_of_all_kinds_change_nothing(folder, kind):
             "leave one of them out",
         ),
         (dict(modules_to_save=("q_proj",)), "no module 'q_proj' that is trained whole"),
-        (dict(rank_pattern={"[": 2}), "no regular expression"),
+        (dict(rank_pattern={"[": 2}), "not a regular expression"),
         (dict(rank_pattern={"k_proj": 33}, init="pissa"), "needs a rank of at most 24, got 33"),
         (dict(rank_pattern={"q_proj": 0}), "needs a positive rank and alpha"),
     ],

@@ -108,7 +108,7 @@ class Ranks:
     ranks, alphas: {regular expression of the end of a name: number}; the first that fits decides.
     by_root: the factor is alpha / sqrt(rank), not alpha / rank.
 
-    Raises UserError if a pattern is no regular expression.
+    Raises UserError if a pattern is not a regular expression.
     """
 
     rank: int
@@ -123,7 +123,7 @@ class Ranks:
                 re.compile(key)
             except re.error as error:
                 raise UserError(
-                    f"{key!r} is no regular expression ({error}): give the end of a matrix's name"
+                    f"{key!r} is not a regular expression ({error}): give the end of a matrix's name"
                 ) from None
 
     def of(self, name: str) -> tuple[int, float]:

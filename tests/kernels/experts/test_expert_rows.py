@@ -108,7 +108,9 @@ def check_rows(N, K, E, C, dtype):
 def check_swiglu(N, K, E, F, dtype):
     order = order_of(N, K, E)
     used, M = used_rows(order), order.pairs_M.size
-    gu, w, g = normal(1, M, 2 * F, scale=2.0).astype(dtype), normal(2, N, K), normal(3, M, F)
+    gu = normal(1, M, 2 * F, scale=2.0).astype(dtype)
+    w = normal(2, N, K)
+    g = normal(3, M, F)
     gu[order.pairs_M < 0] = g[order.pairs_M < 0] = 0  # as the products leave it
     g = g.astype(dtype)
     at = on_device(order)

@@ -62,7 +62,9 @@ def use(monkeypatch):
     def switch(version):
         module, dtype = VERSIONS[version]
         if NEEDS.get(version, 0) > CAPABILITY:
-            pytest.skip(f"needs compute capability {NEEDS[version] / 10}")
+            pytest.skip(
+                f"needs compute capability {NEEDS[version] / 10}"
+            )  # other GPUs lack its mma
         monkeypatch.setattr(file, "version", lambda *arrays: module)
         if not GPU:
             monkeypatch.setattr(hopper, "TILES", dict.fromkeys(hopper.TILES, SMALL))
@@ -180,7 +182,9 @@ def test_bits_of_a_row_depend_on_nothing_else(use, version):
 def test_no_tokens_and_sentinels(use, monkeypatch, version):
     dtype = use(version)
     order = expert_order_ref(np.zeros((0, 2), np.int32), 2)
-    x, w, old = normal(0, 0, 8, dtype=dtype), normal(1, 2, 8, 8, dtype=dtype), normal(2, 2, 8, 8)
+    x = normal(0, 0, 8, dtype=dtype)
+    w = normal(1, 2, 8, 8, dtype=dtype)
+    old = normal(2, 2, 8, 8)
     monkeypatch.undo()  # version() itself chooses
     y, dx, dw, more = kernels(order, x, w, x, old)
     assert (

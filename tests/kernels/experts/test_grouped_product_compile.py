@@ -14,7 +14,9 @@ __all__ = ["nvvm"]
 
 MAPS, COUNTS = (types.Array(t, 1, "C") for t in (types.uint64, types.int32))
 SIGNATURE = (MAPS, COUNTS, COUNTS, COUNTS, *[types.int32] * 5)
-BF16, FLOATS, ADDED = Result(False, False), Result(True, False), Result(True, True)
+BF16 = Result(False, False)
+FLOATS = Result(True, False)
+ADDED = Result(True, True)
 CASES = {
     "y": (FORWARD, BF16),
     "dx": (DX, BF16),

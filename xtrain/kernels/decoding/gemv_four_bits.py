@@ -2,7 +2,7 @@
 
 A chunk is 128 columns and eight steps; 32 columns of a row are one word of each of four lanes. The
 codes of a word become bf16, exactly, just before its two steps. The scale of a group of columns
-cannot wait for the end of the row, as that of the row does: a chunk has sums of its own, which are
+cannot wait for the end of the row, as that of the row does: each chunk has separate sums, which are
 multiplied by the scale (nf4: by two, after half of the chunk each) and added to those of the row.
 A lane's sums belong to the two rows whose codes it loads, and the 16 bits of their groups are the
 fifth word of each.
