@@ -111,6 +111,14 @@ def test_every_code(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_range_of_a_group_may_be_beyond_float32(kind):
+    w = np.array([[2.0**127, -(2.0**127)]], np.float32)
+    found = quantize(to_kernel(w), kind)
+    assert same(quantize(w, kind), found)
+    np.testing.assert_allclose(to_host(dequantize(found)), w, rtol=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_any_numbers(kind, data):

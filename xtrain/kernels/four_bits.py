@@ -122,7 +122,8 @@ def quantize_four_ref(w_OK, kind):
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         if kind == "int4":
             low = np.minimum(w.min(axis=2, initial=0), 0)
-            s = (np.maximum(w.max(axis=2, initial=0), 0) - low) / np.float32(15)
+            half = np.float32(0.5)  # w may cover more than the largest float32
+            s = (half * np.maximum(w.max(axis=2, initial=0), 0) - half * low) / np.float32(15) * 2
             scale_O = np.maximum(s.max(axis=1, initial=0), LEAST_SCALE)
             bits = _float12(s / scale_O[:, None])
             s = (bits << 15).view(np.float32) * np.float32(UNIT) * scale_O[:, None]
@@ -275,7 +276,8 @@ def make_quantize_four_kernel(kind: str):
 
     @device
     def group_scale(least, most):
-        return most if NF4 else (most - least) / float32(15.0)
+        half = float32(0.5)  # the difference may be more than the largest float32
+        return most if NF4 else (half * most - half * least) / float32(15.0) * float32(2.0)
 
     @device
     def int4_codes(codes_8, w_8, least, relative, row_scale):
