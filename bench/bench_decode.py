@@ -50,7 +50,7 @@ from xtrain.device import memory_peak_bytes
 from xtrain.formats.huggingface import config_to_hf
 from xtrain.inspect.kernel_times import NoTimes, cupti_times
 from xtrain.kernels.cast import cast_fwd
-from xtrain.nn.quantized import linear_weights, quantize_weights
+from xtrain.nn.quantized import quantize_weights
 from xtrain.serving.scheduler import graph_size
 
 NAME = "llama 1.1B"
@@ -167,7 +167,7 @@ def step_bytes(model, B, T, new, kv_cache="full"):
     table = 0
     if not c.tie_embeddings:
         table = model.model.embed_tokens.weight.data.nbytes
-    codes = sum(p.quantized.nbytes for _, p in linear_weights(model) if p.quantized is not None)
+    codes = sum(p.quantized.nbytes for _, p in model.storage() if p.quantized is not None)
     weights = model.arena.half.nbytes + codes - table
     if c.n_experts:
         idle = (1 - c.experts_per_token / c.n_experts) ** B  # probability that none reads an expert
