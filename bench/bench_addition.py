@@ -1,17 +1,19 @@
 """GRPO teaches additions to a published model: reward per minute of `xtrain reinforce` and of TRL.
 
-    python bench/bench_addition.py --model FOLDER [--seconds 60] [--only xtrain trl]
+    python bench/bench_addition.py --model FOLDER [--seconds 60] [--only xtrain trl trl-bf16]
 
 FOLDER: in Hugging Face format (of a GGUF file: `xtrain export --model FILE --folder FOLDER`).
 Prompts have three solved additions of two digits and one to solve; the reward is 1 if the completion
 begins with the sum, else 0. Both train all weights on the same prompts, with the same batch, group,
 constant rate and loss (the mean over the tokens of the batch), in bf16 on a GPU, from the same
-weights: xtrain with float32 master weights in batch-invariant mode, TRL in bf16 with transformers'
-rollouts. The seconds count from the end of the first two steps, which compile. `value`: the mean
-reward of the last tenth of the steps. before, after: the share of --test other additions that are
-right at temperature 0, by xtrain's engine for both. curve: [seconds, mean reward] of ten equal parts.
+weights: xtrain with float32 master weights in batch-invariant mode, TRL with float32 weights under
+autocast (its default), and with bf16 weights (trl-bf16), both with transformers' rollouts. The
+seconds count from the end of the first two steps, which compile. `value`: the mean reward of the
+last tenth of the steps. before, after: the share of --test other additions that are right at
+temperature 0, by xtrain's engine for all. curve: [seconds, mean reward] of ten equal parts.
 """
 
+import functools
 import json
 import re
 import tempfile
@@ -41,7 +43,9 @@ STARTED = time.perf_counter()
 @dataclass
 class Options:
     model: str
-    only: list[Literal["xtrain", "trl"]] = field(default_factory=lambda: ["xtrain", "trl"])
+    only: list[Literal["xtrain", "trl", "trl-bf16"]] = field(
+        default_factory=lambda: ["xtrain", "trl", "trl-bf16"]
+    )
     seconds: float = 60.0  # of training
     batch: int = 256
     group: int = 16
@@ -117,8 +121,10 @@ def by_step(file: Path, key: str) -> dict[int, float]:
     return {line["step"]: line[key] for line in lines if key in line}
 
 
-def by_trl(o: Options, data: Path, out: Path) -> tuple[Path, list[tuple[float, float]]]:
-    """The same by trl.GRPOTrainer."""
+def by_trl(
+    o: Options, data: Path, out: Path, weights: str = "float32"
+) -> tuple[Path, list[tuple[float, float]]]:
+    """Do the same with trl.GRPOTrainer. weights: their dtype."""
     import datasets
     import torch
     import transformers
@@ -161,7 +167,7 @@ def by_trl(o: Options, data: Path, out: Path) -> tuple[Path, list[tuple[float, f
         disable_tqdm=True,
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        o.model, dtype=torch.bfloat16, attn_implementation="sdpa"
+        o.model, dtype=weights, attn_implementation="sdpa"
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(o.model)
     trainer = trl.GRPOTrainer(
@@ -183,7 +189,8 @@ def main(o: Options) -> None:
     lines = additions(o.train + o.test)
     test = lines[o.train :]
     before = right(Path(o.model), test)
-    for name, train in (("xtrain", by_xtrain), ("trl", by_trl)):
+    by_trl_bf16 = functools.partial(by_trl, weights="bfloat16")
+    for name, train in (("xtrain", by_xtrain), ("trl", by_trl), ("trl-bf16", by_trl_bf16)):
         if name not in o.only:
             continue
         with tempfile.TemporaryDirectory() as folder:
