@@ -40,10 +40,10 @@ class Cell {
     this.block = element("div", { className: "exercise" }, frame);
     if (this.piece.elsewhere) this.block.append(elsewhere(this.piece));
     else this.block.append(element("div", { className: "bar" }, ...buttons, this.status), this.output, this.steps);
-    const label = number ? `Exercise ${number}` : this.piece.name;
-    this.editor = editor(frame, { text: texts[index], label, onChange: (text) => this.changed(text) });
     place.querySelector(".jp-Cell-inputWrapper").hidden = true;
     place.append(this.block);
+    const label = number ? `Exercise ${number}` : this.piece.name;
+    this.editor = editor(frame, { text: texts[index], label, onChange: (text) => this.changed(text) });
     this.show(false);
   }
 

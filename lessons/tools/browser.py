@@ -80,6 +80,15 @@ def site_files() -> dict[str, bytes]:
     return found
 
 
+def write(made: dict[str, bytes], folder: Path) -> None:
+    """Write the files, and those of lessons/browser that the site serves as they are, to a folder."""
+    for name, content in made.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    for path in (*SOURCE.glob("*.js"), *SOURCE.glob("*.css")):
+        shutil.copy(path, folder)
+
+
 def _numpy(package: Path) -> bytes:
     """NumPy's conda package as a zip of what programs import, with its license."""
     (archive,) = package.glob("pkg/*.tar.gz")
@@ -215,9 +224,4 @@ def on_page_content(html, page, config, files):
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    for name, content in site_files().items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    for path in (*SOURCE.glob("*.js"), *SOURCE.glob("*.css")):
-        shutil.copy(path, folder)
+    write(site_files(), Path(sys.argv[1]))

@@ -44,12 +44,8 @@ def made():
 def folder(made, tmp_path_factory):
     """The files in a folder site/browser, as the site has them."""
     folder = tmp_path_factory.mktemp("site") / "browser"
-    for name, content in made.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    for pattern in ("*.js", "*.css"):
-        for path in hook.SOURCE.glob(pattern):
-            shutil.copy(path, folder)
+    folder.mkdir()
+    hook.write(made, folder)
     return folder
 
 
@@ -164,3 +160,157 @@ def test_the_verdicts_are_those_of_the_command_line(folder, tmp_path):
         assert verdict["text"] == str(said)
         assert verdict["passed"] == said.passed == (i % 2 == 0), str(said)
         assert bool(verdict["page"]) == e.kernel
+
+
+# ----------------------------------------------------------------------------- a page in Chromium
+POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval'; img-src 'self' data:"
+RACE = '''@cuda.jit
+def reverse_kernel(y_n, x_n):
+    tile = cuda.shared.array(32, float32)
+    t = cuda.threadIdx.x
+    first = cuda.blockIdx.x * 32
+    m = min(32, x_n.size - first)
+    if t < m:
+        tile[t] = x_n[first + t]
+    cuda.syncthreads()
+    if t < m:
+        tile[t] = tile[m - 1 - t]
+        y_n[first + t] = tile[t]
+'''
+RIGHT = RACE.replace("        tile[t] = tile[m - 1 - t]\n", "").replace("= tile[t]\n", "= tile[m - 1 - t]\n")  # fmt: skip
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Pages that may load from this server only, also in their workers."""
+
+    def end_headers(self):
+        self.send_header("Content-Security-Policy", POLICY)
+        super().end_headers()
+
+    def log_message(self, *arguments): ...
+
+
+@pytest.fixture(scope="module")
+def address(folder):
+    """A page with the exercises of lesson 1, as the site's build makes it."""
+    path = LESSONS[0]
+    pieces = hook.pieces(path.read_text(encoding="utf-8"), 1)
+    cell = '<div class="jp-Cell celltag_exercise" id="cell-id=cell-{}"><div class="jp-Cell-inputWrapper"><pre>{}</pre></div></div>'
+    cells = [cell.format(i, piece["text"]) for i, piece in enumerate(pieces) if piece["editor"]]
+    head = '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
+    style = '<link rel="stylesheet" href="browser/cells.css">'
+    html = hook.with_editors(f"<article class='md-typeset'><h1>1</h1>{''.join(cells)}", path)
+    (folder.parent / "page.html").write_text(head + style + html, encoding="utf-8")
+    handler = functools.partial(Handler, directory=folder.parent)
+    server = http.server.ThreadingHTTPServer(("localhost", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://localhost:{server.server_port}/"
+    server.shutdown()
+
+
+class Page:
+    """The page in Chromium."""
+
+    def __init__(self, browser, address):
+        self.browser = browser
+        self.address = address
+        self.open()
+        browser.evaluate("localStorage.clear()")  # of an earlier test
+        self.open()
+
+    def open(self, width=1400):
+        self.browser.base = self.address
+        self.browser.size(width)
+        self.browser.evaluate("window.isOld = true")
+        self.browser.call("Page.navigate", url=f"{self.address}page.html")
+        self.browser.wait("!window.isOld && document.querySelectorAll('.cm-content').length == 3")
+
+    def of(self, i, selector):
+        """An expression: the element of exercise i, from 0."""
+        return f"document.querySelectorAll('.exercise')[{i}].querySelector('{selector}')"
+
+    def text(self, i, selector):
+        return self.browser.evaluate(f"{self.of(i, selector)}.textContent")
+
+    def write(self, i, text):
+        """Replace what is in the editor, as a reader does."""
+        self.browser.evaluate(f"{self.of(i, '.cm-content')}.focus()")
+        key = dict(key="a", code="KeyA", windowsVirtualKeyCode=65, modifiers=2)
+        self.browser.call("Input.dispatchKeyEvent", type="keyDown", **key)
+        self.browser.call("Input.dispatchKeyEvent", type="keyUp", **key)
+        self.browser.type(text)
+
+    def press(self, i, name):
+        buttons = f"[...document.querySelectorAll('.exercise')[{i}].querySelectorAll('button')]"
+        self.browser.evaluate(f"{buttons}.find(b => b.textContent == '{name}').click()")
+
+    def output(self, i):
+        """Wait for the end of the program. Return what it printed, or the verdict."""
+        self.browser.wait(f"!{self.of(i, 'button.main')}.disabled", 120)
+        return self.text(i, ".output")
+
+    def check(self, i):
+        self.press(i, "Check")
+        return self.output(i)
+
+
+def test_a_race_is_found_fixed_and_kept(address, browser):
+    page = Page(browser, address)
+    page.write(2, RACE)
+    said = page.check(2)
+    assert "data race in reverse_kernel" in said and "01_threads.py:" in said
+    browser.evaluate(f"{page.of(2, '.steps')}.open = true")
+    browser.wait(f"{page.of(2, 'iframe')}")
+    assert "reverse_kernel" in browser.evaluate(f"{page.of(2, 'iframe')}.srcdoc")
+    page.write(2, RIGHT)
+    assert page.check(2).startswith("1.3 reverse_kernel: correct. 5 cases")
+
+    page.write(0, "while True:\n    pass\n")
+    page.press(0, "Run")
+    browser.wait(f"{page.of(0, '.status')}.textContent.startsWith('Running')")
+    page.press(0, "Stop")
+    browser.wait(f"{page.of(0, '.status')}.textContent == 'Stopped.'")
+    page.write(0, "print(6 * 7)\nlesson.figures\n")
+    page.press(0, "Run")
+    said = page.output(0)
+    assert said.startswith("42\n") and "01_threads.py" in said and "matplotlib" in said
+    assert "in_browser.py" not in said
+
+    page.open(390)
+    assert browser.evaluate("document.querySelector('.count').textContent").startswith("1 of 3")
+    assert browser.evaluate("document.documentElement.scrollWidth") == 390
+    assert "print(6 * 7)" in page.text(0, ".cm-content")
+    assert "tile[m - 1 - t]" in page.text(2, ".cm-content")
+    assert not browser.complaints
+
+
+def test_files_go_to_the_command_line_and_back(address, browser, tmp_path):
+    page = Page(browser, address)
+    judges = lesson.load_checks("api")
+    page.write(2, RIGHT)
+    browser.evaluate("import('./browser/storage.js').then(s => (s.note('1.3', true), s.note('2.1', true)))")  # fmt: skip
+    script = "import('./browser/storage.js').then(s => s.exported().arrayBuffer()).then(b => [...new Uint8Array(b)])"
+    archive = zipfile.ZipFile(io.BytesIO(bytes(browser.evaluate(script))))
+    assert archive.testzip() is None
+    archive.extractall(tmp_path)
+    folder = tmp_path / "my_lessons"
+    assert judges.passed(folder) == {"1.3", "2.1"}
+    file = folder / "01_threads.py"
+    [(number, verdict)] = judges.check_file("1.3", file)
+    assert verdict.passed and number == "1.3"
+
+    text = file.read_text(encoding="utf-8")
+    text = text.replace("@cuda.jit\n", "import math\n\n\n@cuda.jit\n", 1)
+    file.write_text(text.replace("# YOUR CODE", "pass  # mine: é", 1), encoding="utf-8")
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(file, "my_lessons/01_threads.py")
+        archive.writestr("my_lessons/passed.txt", "1.1\n3.2\n")
+    numbers = json.dumps(list(buffer.getvalue()))
+    browser.evaluate(f"import('./browser/storage.js').then(s => s.imported([new File([new Uint8Array({numbers})], 'a.zip')]))")  # fmt: skip
+    page.open()
+    assert browser.evaluate("document.querySelector('.count').textContent").startswith("2 of 3")
+    browser.wait(f"{page.of(0, '.cm-content')}.textContent.includes('pass  # mine: é')")
+    joined = "import('./browser/storage.js').then(s => s.exported().text())"
+    assert file.read_text(encoding="utf-8") in browser.evaluate(joined)
+    assert not browser.complaints
