@@ -3,9 +3,8 @@
     python bench/bench_browser.py [--repeat 5]
 
 Needs npm and Chromium. Each repetition starts with an empty profile, so nothing is in the browser's cache; the server is on the
-same machine, so the time of a download is not in it. `first check`: from the call to the verdict on a right attempt at exercise
-1.3, with the load of Python. `next check`: the same once Python runs. `first check after a reload`: files come from the cache.
-`size`: of all files that Python needs, as a server with gzip sends them; `editor`: of CodeMirror.
+same machine, so the time of a download is not in it. A check is from the call to the verdict on a right attempt at exercise 1.3.
+Sizes are those of the files as a server with gzip sends them.
 """
 
 import argparse
@@ -80,7 +79,11 @@ def seconds(address: str, script: str) -> dict[str, float]:
         browser.wait("document.readyState == 'complete'")
         again = browser.evaluate(script)
         browser.close()
-    return {"first check": first, "next check": second, "first check after a reload": again}
+    return {
+        "first check, with the load of Python": first,
+        "next check": second,
+        "first check after a reload": again,
+    }
 
 
 def record(name: str, value: float, unit: str, ms: float | None) -> None:
@@ -129,9 +132,10 @@ def main() -> int:
         return 2
     tools = hook()
     made = tools.site_files()
-    sizes = {"editor": 0, "size": 0}
+    sizes = {"the editor": 0, "Python, NumPy, the simulator, the judges": 0}
+    editor, python = sizes
     for name, content in made.items():
-        part = "editor" if name.startswith("codemirror/") else "size"
+        part = editor if name.startswith("codemirror/") else python
         sizes[part] += len(gzip.compress(content, 6))
     for part, size in sizes.items():
         record(part, round(size / 1e6, 2), "MB", None)

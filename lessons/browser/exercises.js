@@ -10,7 +10,7 @@ const about = lesson.pieces;
 about[0].text = lesson.head + about[0].text;
 const texts = pieces(lesson.file, about);
 const cells = []; // of the exercises, in their order
-let runtime; // once Python has been asked for
+let runtime; // from the first Run or Check on
 let busy; // the cell whose program runs
 
 // element("button", { textContent: "Run", onclick: ... }, children...)
@@ -92,7 +92,7 @@ class Cell {
     });
   }
 
-  // Call `work` once Python is there; meanwhile the buttons of all cells are off.
+  // Load Python if needed, then call `work`. Until it ends, the buttons of all cells are off.
   async during(work) {
     busy = this;
     cells.forEach((cell) => cell.show(cell === this));

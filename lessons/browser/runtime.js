@@ -38,7 +38,7 @@ class Runtime {
         reject(new Error(`Python could not be loaded: ${event.message || "worker.js is missing"}`));
       };
     });
-    this.#ready.catch(() => {}); // whoever awaits it gets the error
+    this.#ready.catch(() => {}); // each await of it raises the error
   }
 
   #answer({ id, output, result }) {

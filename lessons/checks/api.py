@@ -29,7 +29,7 @@ from .running import Runner, Wrong, load, load_attempt
 from .trace import Trace, owners, traced, tracing
 
 __all__ = [
-    "Machine", "ProcessRank", "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "load", "measure", "on_gpu", "owners",
+    "Machine", "ProcessRank", "Trace", "array", "check", "compare", "empty", "host", "launch", "load", "measure", "on_gpu", "owners",
     "padding", "record", "report", "row_products", "run_ranks", "source", "stepped", "table", "traced", "tracing", "yours", "zeros",
 ]  # fmt: skip
 

@@ -9,7 +9,6 @@ xtrain, once: later builds need no network. `XTRAIN_BROWSER=false mkdocs build` 
 import hashlib
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -26,7 +25,13 @@ from xtrain.device import cache_folder  # noqa: E402
 from xtrain.errors import UserError  # noqa: E402
 
 SOURCE = ROOT / "lessons" / "browser"
-PYODIDE = ("pyodide.mjs", "pyodide.asm.js", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
+PYODIDE = (
+    "pyodide.mjs",
+    "pyodide.asm.js",
+    "pyodide.asm.wasm",
+    "python_stdlib.zip",
+    "pyodide-lock.json",
+)
 NUMPY = "lib/python3.12/site-packages/"
 UNUSED = re.compile(  # of NumPy: its tests, its compilers, what only they need
     r"/(tests|f2py|distutils|_pyinstaller|include|typing)/|(?<!array)_tests?\.|_simd\.|\.pyi$|\.a$|\.pxd$|\.pyx$"
@@ -53,7 +58,9 @@ def packages() -> Path:
         return folder / "node_modules"
     instead = "or leave the browser out: XTRAIN_BROWSER=false mkdocs build"
     if shutil.which("npm") is None:
-        raise UserError(f"the site needs npm for what runs in a browser: install Node.js, {instead}")
+        raise UserError(
+            f"the site needs npm for what runs in a browser: install Node.js, {instead}"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("package.json", "package-lock.json"):
         shutil.copy(SOURCE / name, folder)
@@ -61,7 +68,9 @@ def packages() -> Path:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         lines = (done.stderr + done.stdout).strip().splitlines() or ["no message"]
-        raise UserError(f"npm cannot fetch what runs in a browser ({lines[0]}): try again with a network, {instead}")
+        raise UserError(
+            f"npm cannot fetch what runs in a browser ({lines[0]}): try again with a network, {instead}"
+        )
     (folder / "complete").touch()
     return folder / "node_modules"
 
@@ -97,7 +106,12 @@ def _numpy(package: Path) -> bytes:
         for member in tar:
             name = member.name.removeprefix(NUMPY)
             wanted = name.startswith("numpy/") or name.endswith("/LICENSE.txt")
-            if member.isfile() and member.name.startswith(NUMPY) and wanted and not UNUSED.search(name):
+            if (
+                member.isfile()
+                and member.name.startswith(NUMPY)
+                and wanted
+                and not UNUSED.search(name)
+            ):
                 files[name] = tar.extractfile(member).read()
     return _zip(files)
 

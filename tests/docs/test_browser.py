@@ -76,7 +76,7 @@ def test_a_second_build_needs_no_npm(made, monkeypatch):
 def test_without_npm_one_sentence_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match="needs npm.*install Node.js, or.*XTRAIN_BROWSER=false"):
+    with pytest.raises(UserError, match=r"needs npm.*install Node.js, or.*XTRAIN_BROWSER=false"):
         hook.packages()
 
 
@@ -87,7 +87,7 @@ def test_packages_that_cannot_be_fetched(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
     for _ in range(2):  # what an interrupted call has left is not taken for the packages
-        with pytest.raises(UserError, match="no such host.*try again"):
+        with pytest.raises(UserError, match=r"no such host.*try again"):
             hook.packages()
 
 
@@ -106,6 +106,15 @@ def test_exercises_that_run_elsewhere_exist():
     judges = lesson.load_checks("api")
     for number in hook.ELSEWHERE:
         assert number in [e.number for e in judges._exercises_of(number.split(".")[0])]
+
+
+def test_the_how_to_names_them():
+    text = (ROOT / "lessons/howto/browser.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if "| no" in line]
+    named = {number for row in rows for number in re.findall(r"\d+\.\d+", row)}
+    lessons = {number for row in rows if "fp8" in row for number in re.findall(r"\b\d\d\b", row)}
+    whole = {number for number in hook.ELSEWHERE if number.split(".")[0] in lessons}
+    assert named | whole == set(hook.ELSEWHERE) and not named & whole
 
 
 def test_every_exercise_of_a_page_is_marked():
@@ -164,7 +173,7 @@ def test_the_verdicts_are_those_of_the_command_line(folder, tmp_path):
 
 # ----------------------------------------------------------------------------- a page in Chromium
 POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval'; img-src 'self' data:"
-RACE = '''@cuda.jit
+RACE = """@cuda.jit
 def reverse_kernel(y_n, x_n):
     tile = cuda.shared.array(32, float32)
     t = cuda.threadIdx.x
@@ -176,7 +185,7 @@ def reverse_kernel(y_n, x_n):
     if t < m:
         tile[t] = tile[m - 1 - t]
         y_n[first + t] = tile[t]
-'''
+"""
 RIGHT = RACE.replace("        tile[t] = tile[m - 1 - t]\n", "").replace("= tile[t]\n", "= tile[m - 1 - t]\n")  # fmt: skip
 
 

@@ -4,9 +4,10 @@
 
 Both have the same kernel language. XTRAIN_COMPILER chooses: numba, mlir, or auto (the default):
 numba-cuda if it is installed, else numba-cuda-mlir if that is, else Numba, whose kernels run in the
-simulator. Without any of them, as in a browser, the simulator's own `cuda` takes their place
-(COMPILER is "none"). What differs between the two is here, in compile.py, in launch.py, in mlir_changes.py and in primitives/llvm_code.py and
-primitives/mlir_code.py. known_issues.md says what is known about mlir.
+simulator. Without any of them, as in a browser, the simulator's own `cuda` takes their place, and
+COMPILER is "none". What differs between the two is here, in compile.py, in launch.py, in
+mlir_changes.py and in primitives/llvm_code.py and primitives/mlir_code.py (no_code.py without a
+compiler). known_issues.md says what is known about mlir.
 """
 
 import importlib
@@ -45,10 +46,15 @@ _MODULES = {  # where each has cuda, its types, from_dtype
         "numba_cuda_mlir.types",
         "numba_cuda_mlir.numba_cuda.np.numpy_support",
     ),
-    "none": ("xtrain.simulator.own_cuda", "xtrain.simulator.own_types", "xtrain.simulator.own_types"),
+    "none": (
+        "xtrain.simulator.own_cuda",
+        "xtrain.simulator.own_types",
+        "xtrain.simulator.own_types",
+    ),
 }
 cuda: Any
 types: Any
+_libdevice: Any
 cuda, types, _dtypes = map(importlib.import_module, _MODULES[COMPILER])
 from_dtype = _dtypes.from_dtype
 
@@ -63,7 +69,10 @@ uint32 = types.uint32
 uint64 = types.uint64
 
 # the functions of CUDA's libdevice that kernels use
-_libdevice = cuda.libdevice
+if COMPILER == "none":
+    _libdevice = cuda.libdevice
+else:
+    _libdevice = importlib.import_module(f"{cuda.__name__}.libdevice")
 fadd_rn = _libdevice.fadd_rn
 fsub_rn = _libdevice.fsub_rn
 fmul_rn = _libdevice.fmul_rn
