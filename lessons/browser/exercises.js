@@ -59,7 +59,7 @@ class Cell {
 
   // Show what can be done while a program runs here or in another cell, or none does.
   show(runs) {
-    this.stopButton.hidden = !runs;
+    this.stopButton.hidden = !runs || Boolean(progress); // there is nothing to stop while Python loads
     for (const button of [this.runButton, this.checkButton]) button.disabled = Boolean(busy);
     const { number } = this.piece;
     this.block.classList.toggle("passed", number !== null && passed().has(number));
@@ -103,8 +103,11 @@ class Cell {
     const clock = setInterval(() => this.tick(), 100);
     this.begin = performance.now();
     try {
-      runtime = await start({ onProgress: (now) => (progress = now) });
+      progress = { text: "Python", done: 0, of: 4 };
+      this.show(true);
+      runtime = await start({ onProgress: showLoading });
       progress = null;
+      this.show(true);
       this.begin = performance.now();
       await work();
     } catch (error) {
@@ -112,6 +115,7 @@ class Cell {
       this.status.textContent = "";
     } finally {
       clearInterval(clock);
+      progress = null;
       busy = undefined;
       cells.forEach((cell) => cell.show(false));
     }
@@ -120,7 +124,7 @@ class Cell {
   tick() {
     const seconds = ((performance.now() - this.begin) / 1000).toFixed(1);
     if (progress) this.status.textContent = `Loading ${progress.text}, step ${progress.done + 1} of ${progress.of}: ${seconds} s`;
-    else if (this.output.hidden) this.status.textContent = `Running: ${seconds} s`;
+    else this.status.textContent = `Running: ${seconds} s`;
   }
 
   print(text) {
@@ -139,7 +143,8 @@ class Cell {
   }
 }
 
-let progress = null; // of loading Python
+let progress = null; // of loading Python, while a cell waits for it
+const showLoading = (now) => (progress &&= now);
 
 function elsewhere({ elsewhere, number }) {
   const command = (text) => element("code", { textContent: text });

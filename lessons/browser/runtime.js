@@ -8,6 +8,7 @@
 class Runtime {
   #worker;
   #ready; // the promise that the worker can be used
+  #settle; // its resolve
   #waiting = new Map(); // id of a request -> {resolve, reject, onOutput}
   #number = 0;
   #onProgress;
@@ -25,6 +26,7 @@ class Runtime {
   #start() {
     this.#worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
     this.#ready = new Promise((resolve, reject) => {
+      this.#settle = resolve;
       this.#worker.onmessage = ({ data }) => {
         if (data.progress) this.#onProgress(data.progress);
         else if (data.failed) reject(new Error(`Python could not be loaded: ${data.failed}`));
@@ -71,19 +73,24 @@ class Runtime {
   // End what runs. Its promise resolves with stopped: true.
   stop() {
     this.#worker.terminate();
+    const settle = this.#settle;
     const stopped = { ok: false, passed: false, error: "Stopped.", text: "Stopped.", pages: [], page: "", stopped: true };
     for (const { resolve } of this.#waiting.values()) resolve(stopped);
     this.#waiting.clear();
     this.#start();
+    settle(this.#ready); // a load that ended here: its callers wait for the new one
   }
 }
 
 let runtime; // one for a page
+const listeners = new Set();
 
+// Load Python, or return the runtime that the page has. A later call tries again what has failed.
 export function start({ onProgress = () => {} } = {}) {
-  runtime ??= new Runtime((progress) => listeners.forEach((listener) => listener(progress)));
   listeners.add(onProgress);
+  if (!runtime) {
+    runtime = new Runtime((progress) => listeners.forEach((listener) => listener(progress)));
+    runtime.ready.catch(() => (runtime = undefined));
+  }
   return runtime.ready;
 }
-
-const listeners = new Set();

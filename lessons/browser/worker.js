@@ -5,12 +5,27 @@
 import { loadPyodide } from "./pyodide/pyodide.mjs";
 
 const SITE_PACKAGES = "/lib/python3.12/site-packages";
+const MOST_OUTPUT = 200_000; // characters that a program may print: an endless loop prints more than a page can show
 const BEGIN = performance.now();
 const seconds = () => (performance.now() - BEGIN) / 1000;
 let running; // the id of the request that runs
+const printed = { waiting: "", length: 0, sent: 0 }; // of it: not sent yet, the length of all, when some was sent last
 
 function progress(done, text) {
   postMessage({ progress: { done, of: 4, text, seconds: seconds() } });
+}
+
+function print(text) {
+  if (printed.length > MOST_OUTPUT) return;
+  printed.length += text.length + 1;
+  printed.waiting += printed.length > MOST_OUTPUT ? "(The rest of the output is not shown.)\n" : `${text}\n`;
+  if (performance.now() - printed.sent > 100) sendOutput();
+}
+
+function sendOutput() {
+  if (printed.waiting) postMessage({ id: running, output: printed.waiting });
+  printed.waiting = "";
+  printed.sent = performance.now();
 }
 
 async function archive(name) {
@@ -27,9 +42,8 @@ async function load() {
     indexURL: new URL("./pyodide/", import.meta.url).href,
     env: { HOME: "/home/pyodide", PYTHONDONTWRITEBYTECODE: "1" },
   });
-  const output = { batched: (text) => postMessage({ id: running, output: `${text}\n` }) };
-  python.setStdout(output);
-  python.setStderr(output);
+  python.setStdout({ batched: print });
+  python.setStderr({ batched: print });
   progress(1, "NumPy");
   python.unpackArchive(await archives[0], "zip", { extractDir: SITE_PACKAGES });
   progress(2, "the simulator and the judges");
@@ -46,6 +60,14 @@ loaded.catch((error) => postMessage({ failed: String(error.message || error) }))
 self.onmessage = async ({ data }) => {
   const python = await loaded;
   running = data.id;
-  const text = data.run ? python.run(...data.run) : python.check(...data.check);
-  postMessage({ id: data.id, result: JSON.parse(text) });
+  printed.length = 0;
+  let result;
+  try {
+    result = JSON.parse(data.run ? python.run(...data.run) : python.check(...data.check));
+  } catch (error) {
+    const text = String(error.message || error); // of Pyodide: it is out of memory, or the judge fails
+    result = { ok: false, passed: false, error: text, text, pages: [], page: "", seconds: 0 };
+  }
+  sendOutput();
+  postMessage({ id: data.id, result });
 };

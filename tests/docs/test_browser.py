@@ -274,7 +274,7 @@ def test_a_race_is_found_fixed_and_kept(address, browser):
     page.write(2, RIGHT)
     assert page.check(2).startswith("1.3 reverse_kernel: correct. 5 cases")
 
-    page.write(0, "while True:\n    pass\n")
+    page.write(0, "while True:\n    print(1)\n")
     page.press(0, "Run")
     browser.wait(f"{page.of(0, '.status')}.textContent.startsWith('Running')")
     page.press(0, "Stop")
