@@ -47,9 +47,12 @@ def site(tmp_path_factory):
         plugins=plugins,
         nav=[{"The course": "index.md"}],
     )
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setenv("XTRAIN_BROWSER", "false")  # needs npm: test_browser.py
     try:
         build(load_config(str(ROOT / "mkdocs.yml"), strict=False, **options))
     finally:
+        monkeypatch.undo()
         logging.disable(logging.NOTSET)
     return folder / "built"
 
