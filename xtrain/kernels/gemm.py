@@ -38,6 +38,7 @@ from .bias import fill_rows
 from .cast import cast_fwd
 from .quantize import Quantized, dense
 from .runtime.cost import product_cost
+from .runtime.instead import instead
 from .runtime.invariance import invariance, is_batch_invariant
 from .runtime.launch import (
     FLOATS,
@@ -117,7 +118,9 @@ def matmul(
     elif out.size:
         on_host(out, a, b)  # raises TypeError for a mixture of devices
         arguments = out, b, a, trans_b, trans_a, N, M, K, alpha, accumulate
-        if launch_observers:
+        if instead.product is not None:
+            instead.product(*arguments)
+        elif launch_observers:
             name = "product " + " x ".join(map(str, (*batch_a, M, N, K)))
             cost = functools.partial(product_cost, out, a, b)
             show_launch(LaunchEvent(name, True, cost), functools.partial(_cublas, *arguments))
@@ -183,33 +186,61 @@ def release_workspace(stream: int) -> None:
             context.workspaces.pop(stream, None)
 
 
-def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
-    """Set c (m, n) to alpha op(a) (m, k) op(b) (k, n), all column-major."""
-    types = _element_types(c, a, b)
-    context = _handle(cupy().cuda.runtime.getDevice())
-    cublas = context.module
-    handle = context.handle
-    batch = c.shape[0] if c.ndim == 3 else 1
-    nbytes = 0
-    if not is_batch_invariant():
-        nbytes = workspace_bytes(m, n, batch, context.multiprocessors)
-    stream = cupy().cuda.get_current_stream().ptr
-    alpha = _ONE if alpha == 1.0 else np.full(1, alpha, np.float32)
-    beta = _ONE if accumulate else _ZERO
-    operands = []
-    for x, kind in zip((a, b, c), (types[1], types[2], types[0])):
-        batch_stride = (x.strides[0] // x.itemsize,) if c.ndim == 3 else ()
-        operands.append((x.data.ptr, kind, _lead(x), *batch_stride))
-    a, b, out = operands
-    sizes = (int(trans_a), int(trans_b), m, n, k)
-    arguments = (handle, *sizes, alpha.ctypes.data, *a, *b, beta.ctypes.data, *out)
-    with _handle_lock:  # other threads use the same handle
-        cublas.set_stream(handle, stream)  # this resets the workspace
-        cublas.set_workspace(handle, context.workspace(stream), nbytes)
-        if c.ndim == 2:
-            cublas.gemm_ex(*arguments, COMPUTE_32F, DEFAULT_ALGO)
-        else:
-            cublas.gemm_strided_batched_ex(*arguments, batch, COMPUTE_32F, DEFAULT_ALGO)
+class PreparedProduct:
+    """A product by cuBLAS that may be repeated: its operands may move.
+
+    c, a, b: arrays, or what has their layout; c (m, n) becomes alpha op(a) (m, k) op(b) (k, n), all
+        column-major.
+    """
+
+    def __init__(self, c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
+        types = _element_types(c, a, b)
+        self.context = _handle(cupy().cuda.runtime.getDevice())
+        self.batch = c.shape[0] if c.ndim == 3 else None
+        self.workspace_bytes = 0
+        if not is_batch_invariant():
+            multiprocessors = self.context.multiprocessors
+            self.workspace_bytes = workspace_bytes(m, n, self.batch or 1, multiprocessors)
+        self.alpha = _ONE if alpha == 1.0 else np.full(1, alpha, np.float32)
+        self.beta = _ONE if accumulate else _ZERO
+        self.sizes = (int(trans_a), int(trans_b), m, n, k)
+        layouts = []
+        for x, kind in zip((c, a, b), types):
+            batch_stride = () if self.batch is None else (x.strides[0] // x.itemsize,)
+            layouts.append((kind, _lead(x), *batch_stride))
+        self.c_layout, self.a_layout, self.b_layout = layouts
+        self.factors = self.alpha.ctypes.data, self.beta.ctypes.data
+
+    def has_workspace(self, stream: int) -> bool:
+        """Return whether a product has run on this stream, or make_workspace."""
+        return stream in self.context.workspaces
+
+    def make_workspace(self, stream: int) -> None:
+        """Allocate what `start` needs on a stream; else it does so itself."""
+        with _handle_lock:
+            self.context.workspace(stream)
+
+    def start(self, c: int, a: int, b: int, stream: int) -> None:
+        """Compute it for operands at these addresses."""
+        cublas = self.context.module
+        handle = self.context.handle
+        alpha, beta = self.factors
+        operands = (alpha, a, *self.a_layout, b, *self.b_layout, beta, c, *self.c_layout)
+        with _handle_lock:  # other threads use the same handle
+            cublas.set_stream(handle, stream)  # this resets the workspace
+            workspace = self.context.workspace(stream)
+            cublas.set_workspace(handle, workspace, self.workspace_bytes)
+            if self.batch is None:
+                cublas.gemm_ex(handle, *self.sizes, *operands, COMPUTE_32F, DEFAULT_ALGO)
+            else:
+                counts = (self.batch, COMPUTE_32F, DEFAULT_ALGO)
+                cublas.gemm_strided_batched_ex(handle, *self.sizes, *operands, *counts)
+
+
+def _cublas(c, a, b, *options):
+    """Compute a product on the current stream; options: those of PreparedProduct."""
+    product = PreparedProduct(c, a, b, *options)
+    product.start(c.data.ptr, a.data.ptr, b.data.ptr, cupy().cuda.get_current_stream().ptr)
 
 
 def workspace_bytes(m: int, n: int, batch: int, multiprocessors: int) -> int:

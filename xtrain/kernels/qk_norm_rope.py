@@ -41,6 +41,7 @@ from .runtime.compiler import cuda, float32, int32, int64, rsqrtf, uint32
 from .runtime.cost import declare_cost
 from .runtime.launch import (
     FLOATS,
+    as_float32,
     can_overlap,
     check,
     check_array,
@@ -493,11 +494,11 @@ def qk_norm_rope_fwd(
     fwd = make_fwd_kernel(H, G, D, elements_per_vector(qkv_NP), normalise, T == 0)
     if fwd is not None and on_16_bytes(*flat):
         grid = (-(-N // fwd.plan.tokens), fwd.plan.head_blocks)
-        launch(fwd.kernel, grid, fwd.plan.THREADS, *flat, positions, N, T, np.float32(eps))
+        launch(fwd.kernel, grid, fwd.plan.THREADS, *flat, positions, N, T, as_float32(eps))
     else:
         arrays = (*flat[:2], rstd_or_unused, flat[3], q_w, k_w, cos_PR, sin_PR, positions)
         grid = (N, -(-(H + G) // WARPS))
-        scalars = (H, G, T, np.float32(eps), normalise)
+        scalars = (H, G, T, as_float32(eps), normalise)
         launch(qk_norm_rope_fwd_warp_kernel, grid, (32, WARPS), *arrays, *scalars)
     return q, k, values_of(qkv_NP, H, G, D), rstd
 

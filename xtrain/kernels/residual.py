@@ -27,6 +27,7 @@ from .runtime.compiler import cuda, float32, int64, rsqrtf
 from .runtime.invariance import is_batch_invariant
 from .runtime.launch import (
     FLOATS,
+    as_float32,
     can_overlap,
     check,
     check_array,
@@ -141,7 +142,7 @@ def residual_rmsnorm_fwd(
     variant = few and not exact, few and exact, overlap
     fwd = make_fwd_kernel(C, elements_per_vector(x_NC, r_NC), aligned, *variant)
     h, y, x, r = (a.reshape(-1) for a in (h_NC, y_NC, x_NC, r_NC))
-    arguments = (h, y, rstd_N, x, r, w_C, np.float32(eps))
+    arguments = (h, y, rstd_N, x, r, w_C, as_float32(eps))
     launch(fwd.kernel, -(-N // fwd.plan.R), fwd.plan.THREADS, *arguments, overlap=overlap)
     return h_NC, y_NC, rstd_N
 

@@ -37,6 +37,7 @@ from .runtime.compiler import cuda, float32, int32, int64, rsqrtf, uint32
 from .runtime.cost import declare_cost
 from .runtime.launch import (
     FLOATS,
+    as_float32,
     can_overlap,
     check,
     check_array,
@@ -263,7 +264,7 @@ def rmsnorm_fwd(x_NC: Array, w_C: Array, eps: float, dtype=None) -> tuple[Array,
     y = y_NC.reshape(-1)
     x = x_NC.reshape(-1)
     plan = fwd.plan
-    launch(fwd.kernel, -(-N // plan.R), plan.THREADS, y, rstd_N, x, w_C, np.float32(eps))
+    launch(fwd.kernel, -(-N // plan.R), plan.THREADS, y, rstd_N, x, w_C, as_float32(eps))
     return y_NC, rstd_N
 
 
