@@ -155,12 +155,13 @@ def residual_rmsnorm_bwd(
     rstd_N: Array,
     dw_C: Array,
     recompute_y: bool = False,
+    add: bool = True,
 ) -> Array:
     """Return dx (N, C) in the dtype of dy: the gradient of x and of r.
 
-    Adds dw to dw_C (C,) float32. dy, h: (N, C), w: (C,), rstd: (N,).
+    Adds dw to dw_C (C,) float32; add: as in rmsnorm_bwd. dy, h: (N, C), w: (C,), rstd: (N,).
     dh: (N, C), like dy: the gradient of h through the residual stream; None if h has no other use.
     recompute_y: also **overwrite dy with y**, so that the matrix product that uses y need not save
     it.
     """
-    return rmsnorm_bwd(dy_NC, h_NC, w_C, rstd_N, dw_C, dh_NC, recompute_y)
+    return rmsnorm_bwd(dy_NC, h_NC, w_C, rstd_N, dw_C, dh_NC, recompute_y, add)
