@@ -123,9 +123,11 @@ def matmul(
         elif launch_observers:
             name = "product " + " x ".join(map(str, (*batch_a, M, N, K)))
             cost = functools.partial(product_cost, out, a, b)
-            show_launch(LaunchEvent(name, True, cost), functools.partial(_cublas, *arguments))
+            show_launch(
+                LaunchEvent(name, True, cost), functools.partial(cublas_product, *arguments)
+            )
         else:
-            _cublas(*arguments)
+            cublas_product(*arguments)
     return out
 
 
@@ -186,61 +188,37 @@ def release_workspace(stream: int) -> None:
             context.workspaces.pop(stream, None)
 
 
-class PreparedProduct:
-    """A product by cuBLAS that may be repeated: its operands may move.
+def cublas_product(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate, stream=None):
+    """Set c (m, n) to alpha op(a) (m, k) op(b) (k, n), all column-major.
 
-    c, a, b: arrays, or what has their layout; c (m, n) becomes alpha op(a) (m, k) op(b) (k, n), all
-        column-major.
+    stream: the driver's handle; None: CuPy's current stream.
     """
-
-    def __init__(self, c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
-        types = _element_types(c, a, b)
-        self.context = _handle(cupy().cuda.runtime.getDevice())
-        self.batch = c.shape[0] if c.ndim == 3 else None
-        self.workspace_bytes = 0
-        if not is_batch_invariant():
-            multiprocessors = self.context.multiprocessors
-            self.workspace_bytes = workspace_bytes(m, n, self.batch or 1, multiprocessors)
-        self.alpha = _ONE if alpha == 1.0 else np.full(1, alpha, np.float32)
-        self.beta = _ONE if accumulate else _ZERO
-        self.sizes = (int(trans_a), int(trans_b), m, n, k)
-        layouts = []
-        for x, kind in zip((c, a, b), types):
-            batch_stride = () if self.batch is None else (x.strides[0] // x.itemsize,)
-            layouts.append((kind, _lead(x), *batch_stride))
-        self.c_layout, self.a_layout, self.b_layout = layouts
-        self.factors = self.alpha.ctypes.data, self.beta.ctypes.data
-
-    def has_workspace(self, stream: int) -> bool:
-        """Return whether a product has run on this stream, or make_workspace."""
-        return stream in self.context.workspaces
-
-    def make_workspace(self, stream: int) -> None:
-        """Allocate what `start` needs on a stream; else it does so itself."""
-        with _handle_lock:
-            self.context.workspace(stream)
-
-    def start(self, c: int, a: int, b: int, stream: int) -> None:
-        """Compute it for operands at these addresses."""
-        cublas = self.context.module
-        handle = self.context.handle
-        alpha, beta = self.factors
-        operands = (alpha, a, *self.a_layout, b, *self.b_layout, beta, c, *self.c_layout)
-        with _handle_lock:  # other threads use the same handle
-            cublas.set_stream(handle, stream)  # this resets the workspace
-            workspace = self.context.workspace(stream)
-            cublas.set_workspace(handle, workspace, self.workspace_bytes)
-            if self.batch is None:
-                cublas.gemm_ex(handle, *self.sizes, *operands, COMPUTE_32F, DEFAULT_ALGO)
-            else:
-                counts = (self.batch, COMPUTE_32F, DEFAULT_ALGO)
-                cublas.gemm_strided_batched_ex(handle, *self.sizes, *operands, *counts)
-
-
-def _cublas(c, a, b, *options):
-    """Compute a product on the current stream; options: those of PreparedProduct."""
-    product = PreparedProduct(c, a, b, *options)
-    product.start(c.data.ptr, a.data.ptr, b.data.ptr, cupy().cuda.get_current_stream().ptr)
+    types = _element_types(c, a, b)
+    context = _handle(cupy().cuda.runtime.getDevice())
+    cublas = context.module
+    handle = context.handle
+    batch = c.shape[0] if c.ndim == 3 else 1
+    nbytes = 0
+    if not is_batch_invariant():
+        nbytes = workspace_bytes(m, n, batch, context.multiprocessors)
+    if stream is None:
+        stream = cupy().cuda.get_current_stream().ptr
+    alpha = _ONE if alpha == 1.0 else np.full(1, alpha, np.float32)
+    beta = _ONE if accumulate else _ZERO
+    operands = []
+    for x, kind in zip((a, b, c), (types[1], types[2], types[0])):
+        batch_stride = (x.strides[0] // x.itemsize,) if c.ndim == 3 else ()
+        operands.append((x.data.ptr, kind, _lead(x), *batch_stride))
+    a, b, out = operands
+    sizes = (int(trans_a), int(trans_b), m, n, k)
+    arguments = (handle, *sizes, alpha.ctypes.data, *a, *b, beta.ctypes.data, *out)
+    with _handle_lock:  # other threads use the same handle
+        cublas.set_stream(handle, stream)  # this resets the workspace
+        cublas.set_workspace(handle, context.workspace(stream), nbytes)
+        if c.ndim == 2:
+            cublas.gemm_ex(*arguments, COMPUTE_32F, DEFAULT_ALGO)
+        else:
+            cublas.gemm_strided_batched_ex(*arguments, batch, COMPUTE_32F, DEFAULT_ALGO)
 
 
 def workspace_bytes(m: int, n: int, batch: int, multiprocessors: int) -> int:

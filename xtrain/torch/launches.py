@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from ..device import cupy
-from ..kernels.gemm import PreparedProduct
+from ..kernels.gemm import cublas_product
 from ..kernels.runtime import launch
 from ..kernels.runtime.instead import Number
 from .arrays import TORCH_DTYPES, as_list, cuda_device, numpy_dtype, on_stream, run_launcher
@@ -199,19 +199,22 @@ class _Product:
     def __init__(self, index: int, c: Placeholder, a: Placeholder, b: Placeholder, *options: Any):
         self.name = "a product"
         self.index = index
-        self.prepared = PreparedProduct(c, a, b, *options)
-        self.operands = [_split(x.address) for x in (c, a, b)]
+        self.operands = [_located(x) for x in (c, a, b)]
+        self.places = [_split(x.address) for x in (c, a, b)]
+        self.options = options
 
     def __call__(self, addresses: list[int], numbers: list[float], stream: int) -> None:
-        if not self.prepared.has_workspace(stream):
-            with on_stream(self.index, stream, torch.cuda.is_current_stream_capturing()):
-                self.prepared.make_workspace(stream)
-        c, a, b = [addresses[place] + offset for place, offset in self.operands]
-        self.prepared.start(c, a, b, stream)
+        for x, (place, offset) in zip(self.operands, self.places):
+            x.data.ptr = addresses[place] + offset
+        if torch.cuda.is_current_stream_capturing():
+            with on_stream(self.index, stream, True):
+                cublas_product(*self.operands, *self.options)
+        else:
+            cublas_product(*self.operands, *self.options, stream)
 
 
 def _located(a):
-    """Return a placeholder with what PreparedLaunch reads of an array of CuPy; a scalar as it is."""
+    """Return a placeholder with the address of an array of CuPy; a scalar as it is."""
     if isinstance(a, np.generic):
         return a
     if isinstance(a, Number):

@@ -27,8 +27,10 @@ arrays. CPU tensors run what the launcher does with NumPy arrays, CUDA tensors w
 CuPy arrays. It returns new arrays, in the order of the results. Arguments that the schema marks as
 changed, `Tensor(a!) x`, are changed in place.
 
-On a GPU the launches of a launcher that only allocates and launches are recorded once for each
-layout of the arguments and repeated (launches.py). So let it choose them by its arguments alone.
+On a GPU the launches of a launcher that only allocates, multiplies and launches are recorded once
+for each layout of the arguments and repeated (launches.py). So let it choose them by its arguments
+alone. A float that it hands to `launch`, through as_float32 if it may be an integer, may be another
+in each call; with a float that it computes with, or compares, each value is recorded.
 """
 
 import dataclasses

@@ -29,7 +29,7 @@ class _Instead(threading.local):
 
     allocate(shape, dtype): of CuPy's empty.
     launch(kernel, grid, block, args, shared, overlap, resident): of launching.
-    product(c, a, b, ...): of a product by cuBLAS; the arguments of gemm.PreparedProduct.
+    product(c, a, b, ...): of a product by cuBLAS; the arguments of gemm.cublas_product.
     derive(make, addresses, n, dtype): of make(addresses), an array of n elements that depends on
         addresses of arrays and on the stream.
     """
