@@ -483,8 +483,7 @@ def make_join_kernel(C, vectorized, overlap):
                     total = float32(0.0)
                     for s in range(SLICES):
                         total += tile[s, y, x]
-                    i = token * C + column
-                    store1(dw, i, load1(dw, i) + total)
+                    store1(dw, token * C + column, load1(dw, token * C + column) + total)
                 cuda.syncthreads()  # the tile is free for the next token
 
     declare_cost(embedding_join_kernel, nbytes=lambda *_: None)  # it depends on the ids
@@ -555,8 +554,7 @@ def embedding_bwd(
 ) -> None:
     """Add the gradient to dw (V, C): dx (N, C) and dw float32 or bf16, ids (N,).
 
-    The same bits in every run. Rows whose id does not occur stay unchanged. In bf16 the sum of a
-    row is rounded once.
+    The same bits in every run; in bf16 rounded once. Rows whose id does not occur stay unchanged.
     plan: the result of embedding_plan for these ids; None: it is computed here.
     An id outside [0, V) raises ValueError on the CPU; on the GPU it is ignored.
     """

@@ -481,8 +481,8 @@ def qk_norm_rope_fwd(
     weights: tuple[Array, ...] = (q_w_D, k_w_D) if normalise else ()
     if on_host(qkv_NP, cos_PR, sin_PR, positions, *weights):
         tables = cos_PR, sin_PR, H, G, positions
-        weights = tuple(wide(w) for w in weights) or (None, None)
-        *qk, rstd = qk_norm_rope_ref(wide(qkv_NP), *weights, *tables, eps)
+        q_w, k_w = [wide(w) for w in weights] or (None, None)
+        *qk, rstd = qk_norm_rope_ref(wide(qkv_NP), q_w, k_w, *tables, eps)
         q, k = (x.astype(qkv_NP.dtype, copy=False) for x in qk)
         return q, k, values_of(qkv_NP, H, G, D), rstd
     q = empty(qkv_NP, (N, H, D))
@@ -541,24 +541,24 @@ def qk_norm_rope_bwd(
     check_array(op, "dq", dq_NHD, (N, H, D), (dtype_name(qkv_NP.dtype),))
     check_array(op, "dk", dk_NGD, (N, G, D), (dtype_name(qkv_NP.dtype),))
     normalise = q_w_D is not None
-    norm: tuple[Any, ...] = ()
+    norm: Any = ()
     if normalise:
         norm = (q_w_D, k_w_D, rstd_NA, dq_w_D, dk_w_D)
         check_array(op, "rstd", rstd_NA, (N, H + G))
         check_array(op, "dq_w", dq_w_D, (D,), FLOATS[: 1 if add else 2])
-        check_array(op, "dk_w", dk_w_D, (D,), (dtype_name(dq_w_D.dtype),))
+        check_array(op, "dk_w", dk_w_D, (D,), (dtype_name(norm[3].dtype),))
     positions, T = positions_for(op, qkv_NP, cos_PR, positions_N, T)
     gradients = (dqkv_NP, dq_NHD, dk_NGD)
     tables = (cos_PR, sin_PR, positions)
     if on_host(*gradients, qkv_NP, *tables, *norm):
         dqkv, dq, dk, qkv = map(wide, (*gradients, qkv_NP))
-        weights = [None if w is None else wide(w) for w in (q_w_D, k_w_D)]
-        dq_w, dk_w = qk_norm_rope_bwd_ref(dqkv, dq, dk, qkv, *weights, rstd_NA, *tables)
+        q_w, k_w = [wide(w) for w in norm[:2]] or (None, None)
+        dq_w, dk_w = qk_norm_rope_bwd_ref(dqkv, dq, dk, qkv, q_w, k_w, rstd_NA, *tables)
         if dqkv is not dqkv_NP:
             dqkv_NP[...] = dqkv
         if normalise:
-            dq_w_D[...] = dq_w_D + dq_w if add else dq_w
-            dk_w_D[...] = dk_w_D + dk_w if add else dk_w
+            for sums, dw in zip(norm[3:], (dq_w, dk_w)):
+                sums[...] = sums + dw if add else dw
         return
     q_w, k_w, rstd = norm[:3] or (cos_PR.reshape(-1), cos_PR.reshape(-1), cos_PR)  # no None
     flat = [x.reshape(-1) for x in (*gradients, qkv_NP)]

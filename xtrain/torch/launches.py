@@ -201,16 +201,16 @@ class _Product:
         self.index = index
         self.operands = [_located(x) for x in (c, a, b)]
         self.places = [_split(x.address) for x in (c, a, b)]
-        self.options = options
+        self.arguments: Any = [*self.operands, *options]
 
     def __call__(self, addresses: list[int], numbers: list[float], stream: int) -> None:
         for x, (place, offset) in zip(self.operands, self.places):
             x.data.ptr = addresses[place] + offset
         if torch.cuda.is_current_stream_capturing():
             with on_stream(self.index, stream, True):
-                cublas_product(*self.operands, *self.options)
+                cublas_product(*self.arguments)
         else:
-            cublas_product(*self.operands, *self.options, stream)
+            cublas_product(*self.arguments, stream)
 
 
 def _located(a):
