@@ -257,7 +257,7 @@ def both_passes(function: Callable, case: Case) -> Callable[[], list[torch.Tenso
     def leaves() -> list[torch.Tensor]:
         return [x.detach().requires_grad_(x.requires_grad) for x in case.inputs]
 
-    results = _tuple(function(*leaves()))
+    results = _tuple(function(*[x.clone() for x in leaves()]))  # Liger's RoPE turns its input
     grads = [draw(*y.shape, dtype=y.dtype) if y.dim() else torch.ones_like(y) for y in results]
 
     def run():

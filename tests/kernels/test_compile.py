@@ -80,20 +80,22 @@ def launch_everything(dtype):
     ids, table = sim(np.zeros(2, np.int32)), f32(4, 4)
     key_bounds.document_bounds(ids.reshape(1, 2))
     embedding.embedding_bwd(embedding.embedding_fwd(ids, new(3, 8)), ids, f32(3, 8))
+    embedding.embedding_bwd(new(2, 8), ids, new(3, 8))
     for C in (8, 37, 1032):
         x, w = new(2, C), new(C)
         y, rstd = rmsnorm.rmsnorm_fwd(x, w, 1e-6)
         rmsnorm.rmsnorm_bwd(y, x, w, rstd, f32(C))
+        rmsnorm.rmsnorm_bwd(y, x, w, rstd, new(C), add=False)
         h, y, rstd = residual.residual_rmsnorm_fwd(x, x, w, 1e-6)
         for recompute_y in (False, True):
             residual.residual_rmsnorm_bwd(h, y, h, w, rstd, f32(C), recompute_y)
     rope.rope_bwd(rope.rope_fwd(new(2, 3, 8), table, table, T=2), table, table, T=2)
-    for w, dw in ((f32(8), f32(8)), (None, None)):
+    for w, dw in ((f32(8), f32(8)), (new(8), new(8)), (None, None)):
         shape = (new(2, 48), w, w, table, table, 4, 1, 2)
         q, k, _, rstd = qk_norm_rope.qk_norm_rope_fwd(*shape, 1e-6)
         grads = (4, 1, 2, dw, dw)
         qk_norm_rope.qk_norm_rope_bwd(
-            new(2, 48), q, k, new(2, 48), w, w, rstd, table, table, *grads
+            new(2, 48), q, k, new(2, 48), w, w, rstd, table, table, *grads, add=False
         )
     for n in (8, 37):
         bias.fill_rows(new(2, n), f32(n))
