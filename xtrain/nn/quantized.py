@@ -31,9 +31,10 @@ from ..device import to_device
 from ..errors import UserError
 from ..kernels.cast import BFLOAT16
 from ..kernels.quantize import KINDS, check_finite, quantize
+from .arena import arena_of
 from .lora import AdaptedTransformer
 from .model import Precision, RotaryTables, Transformer
-from .modules import Linear, Module, Parameter, arena_of
+from .modules import Linear, Module, Parameter
 
 WEIGHTS = ("full", *KINDS)
 
