@@ -16,7 +16,8 @@ from xtrain.nn.model import Transformer
 from xtrain.nn.observers import Op
 from xtrain.nn.optim import Muon
 from xtrain.training import memory_plan as memory
-from xtrain.training.memory_plan import Meter, Pool, largest, plan, planning, saved_bytes, zero1
+from xtrain.training.memory_plan import Meter, Pool, largest, plan, planning, saved_bytes
+from xtrain.training.zero_plan import zero1
 
 SMALL = ModelConfig(
     vocab_size=500, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=96, max_seq_len=32

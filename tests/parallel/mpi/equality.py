@@ -43,7 +43,12 @@ def make_run(
     micro = more.pop("micro_batch", batch // world)
     config = options(folder, batch=batch, micro_batch=micro, **more)
     corpus = prepare(config.data, config.vocab_size)
-    shape = SHAPE | {"n_layers": n_layers} | (mixture or {}) | {"vocab_size": corpus.vocab_size, "tie_embeddings": tied}
+    shape = (
+        SHAPE
+        | {"n_layers": n_layers}
+        | (mixture or {})
+        | {"vocab_size": corpus.vocab_size, "tie_embeddings": tied}
+    )
     shape = ModelConfig(**shape)
     share = Share(ranks.rank, world) if config.zero == 3 and ranks else None
     options_of_model = config.device, config.precision, recompute, world

@@ -49,7 +49,9 @@ def compare(folder, n, exact=True, **kind):
     ranks = some_ranks(n)
     if ranks is not None:
         kind = dict(batch=6, check_ranks=1, **kind)
-        (one, w1), (three, w3) = (some_steps(make_run(folder, ranks, zero=z, **kind)) for z in (1, 3))
+        (one, w1), (three, w3) = (
+            some_steps(make_run(folder, ranks, zero=z, **kind)) for z in (1, 3)
+        )
         assert w1.keys() == w3.keys()
         if exact:
             assert np.array_equal(one[:, 0], three[:, 0]), (kind, one, three)
