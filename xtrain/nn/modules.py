@@ -38,7 +38,7 @@ class _ArenaTensor(Tensor):
     Assigning to either copies values; the memory stays.
     """
 
-    __slots__ = ("declared_shape", "offset")
+    __slots__ = ("declared_shape", "offset", "unit")
 
     is_parameter = True
     offset: int  # of the first element in the arena; -1 before the arena is made
@@ -127,7 +127,7 @@ class Parameter(_ArenaTensor):
     fp8: None, or what makes the codes of its products in fp8 training (nn/fp8.py).
     """
 
-    __slots__ = ("_quantized", "decay", "fp8", "half", "on_gradient", "parts", "std", "unit")
+    __slots__ = ("_quantized", "decay", "fp8", "half", "on_gradient", "parts", "std")
 
     def __init__(
         self, shape: tuple[int, ...], std: float | None, parts: dict[str, int] | None = None
@@ -191,6 +191,7 @@ class _Part(_ArenaTensor):
 
     def __init__(self, parameter, rows):
         self.parameter = parameter
+        self.unit = parameter.unit
         self.offset = parameter.offset
         data = parameter.data if parameter.unit is None else parameter._data
         if self.offset >= 0:
@@ -204,10 +205,6 @@ class _Part(_ArenaTensor):
 
     def __reduce__(self) -> Any:
         return Tensor, (self.data, self.requires_grad)  # a copy shares no memory
-
-    @property
-    def unit(self) -> Unit | None:
-        return self.parameter.unit
 
     def zero_unwritten_grad(self) -> None:
         self.parameter.zero_unwritten_grad()  # all rows: the flag belongs to the Parameter
@@ -298,7 +295,7 @@ class Module:
         for name, start, shape in self.places():
             yield name, array[start : start + math.prod(shape)].reshape(shape)
 
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def named_parameters(self) -> Iterator[tuple[str, "_ArenaTensor"]]:
         """Yield (Hugging Face name, tensor).
 
         Its data and grad have the Hugging Face shape and are views into the arena.
