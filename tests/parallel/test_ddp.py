@@ -101,6 +101,7 @@ def command(folder, **more):
     "names, n",
     [
         (["equality", "refusals", *["resume"] * SLOW], 4),
+        (["zero3"], 3),
         pytest.param(["fp8_scales"], 2, marks=only_slow),
     ],
     ids=lambda x: str(x).replace("'", ""),

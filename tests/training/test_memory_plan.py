@@ -246,14 +246,6 @@ def test_muon_and_a_moving_average():
     assert names == {**once, **products, "adamw_kernel": 2}
 
 
-def test_zero1_divides_moments_and_masters():
-    half, full = plan(SMALL, 4, 32, "bf16"), plan(SMALL, 4, 32)
-    assert zero1(half, 1) == half.reserved
-    saved = half.reserved - zero1(half, 4)
-    assert saved == 0.75 * (half.kinds["moments"] + half.kinds["weights"])
-    assert full.reserved - zero1(full, 2) == 0.5 * full.kinds["moments"]
-
-
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 100])
 def test_largest(limit):
     assert largest(lambda batch: batch <= limit) == limit

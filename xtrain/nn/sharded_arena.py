@@ -47,7 +47,7 @@ class Share:
     world: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Buffer:
     """Memory of the units that use it, one at a time.
 
@@ -61,7 +61,7 @@ class Buffer:
     holds: "Unit | None" = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Unit:
     """A range [start, end) of the arena that is gathered as a whole.
 

@@ -348,11 +348,13 @@ class DataParallel(SingleDevice):
     def make_optimizer(self, name: str, **options: Any) -> AdamW:
         if not self.sharded:
             return OPTIMIZERS[name](self.model, **options)
-        share: dict[str, Any] = {"guarded": self.config.check_ranks > 0}
+        share: dict[str, Any] = dict(
+            collectives=self.collectives, guarded=self.config.check_ranks > 0
+        )
         if self.zero == 3:
-            return Zero3AdamW(self.model, self.collectives, self.gathering, **share, **options)
+            return Zero3AdamW(self.model, gathering=self.gathering, **share, **options)
         kind = {"adamw": ShardedAdamW, "muon": ShardedMuon}[name]
-        return kind(self.model, self.collectives, self.slices, **share, **options)
+        return kind(self.model, slices=self.slices, **share, **options)
 
     @contextlib.contextmanager
     def full_moments(self, optimizer: AdamW) -> Iterator[Any]:

@@ -201,17 +201,22 @@ class ShardedAdamW(AdamW):
         return SimpleNamespace(m=m, v=v, ema=ema, t=self.t)
 
     def _gathered(self, own_n: Array) -> np.ndarray | None:
-        """Return what the ranks own, as in the arena, on rank 0."""
-        parts = self.collectives.ranks.gather_on_rank_0(to_numpy(own_n))
-        if parts is None:
-            return None
-        whole = np.zeros(self.arena.size, np.float32)
-        for rank, part_n in enumerate(parts):
-            first = 0
-            for a, b in self.slices:
+        """Return what the ranks own, as in the arena, on rank 0: one slice after the other, so that
+        no message is large."""
+        ranks = self.collectives.ranks
+        whole: Any = None
+        if ranks.rank == 0:
+            whole = np.zeros(self.arena.size, np.float32)
+        first = 0
+        for (a, b), own in zip(self.slices, self.own):
+            n = sum(end - start for start, end in own)
+            parts = ranks.gather_on_rank_0(to_numpy(own_n[first : first + n]))
+            first += n
+            for rank, part_n in enumerate(parts or ()):
+                at = 0
                 for start, end in self.collectives.own(self.arena.grads, a, b, rank):
-                    whole[start:end] = part_n[first : first + end - start]
-                    first += end - start
+                    whole[start:end] = part_n[at : at + end - start]
+                    at += end - start
         return whole
 
 

@@ -7,7 +7,7 @@ its update, a layer when it is needed (gathering.py).
 from types import SimpleNamespace
 from typing import Any
 
-from ..device import Array
+from ..device import Array, free_cached
 from ..nn.model import Transformer
 from ..nn.sharded_arena import ShardedArena, Unit
 from .gathering import Gathering
@@ -40,6 +40,7 @@ class Zero3AdamW(ShardedAdamW):
         """Forget gathered layers: their weights may have been assigned."""
         self.master = self.arena.master
         self.gathering.forget()
+        free_cached(self.arena.kind[0])  # what assigning them has used
 
     def restore(self) -> None:
         """Do nothing: a checkpoint is gathered in host memory (gather_moments)."""

@@ -95,18 +95,24 @@ class Snapshot:
 def snapshot(
     model: Transformer, moments: Any, state: dict[str, Any], tokenizer: Any, copies: HostCopies
 ) -> Snapshot:
-    """Copy everything that a checkpoint holds. moments: an object with m, v and ema of the whole
-    arena, and t (AdamW).
+    """Copy everything that a checkpoint holds. moments: an AdamW, or an object with m, v and ema of
+    the whole arena in host memory and t, whose arrays no later step changes.
 
     The arrays belong to `copies`: make the next snapshot with it only when this one is no longer in
     use.
     """
+    in_host_memory: Callable[[str, Any], Any]
+    if isinstance(moments, AdamW):
+        in_host_memory = copies
+    else:  # they were gathered there, and belong to this snapshot
+        in_host_memory = lambda name, array: array
     weights = model.arena.weights
-    if weights is None:  # with ZeRO-3 they were gathered with the moments
-        weights = moments.weights
-    w, m, v = (
-        copies(name, array) for name, array in (("w", weights), ("m", moments.m), ("v", moments.v))
-    )
+    if weights is None:  # with ZeRO-3 they were gathered, too
+        w = moments.weights
+    else:
+        w = copies("w", weights)
+    m = in_host_memory("m", moments.m)
+    v = in_host_memory("v", moments.v)
     fp8 = model.fp8
     scales = {}
     if fp8 is not None and fp8.ready:
@@ -114,7 +120,7 @@ def snapshot(
     if moments.ema is None:
         ema = {}
     else:
-        ema = dict(model.views(copies("ema", moments.ema)))
+        ema = dict(model.views(in_host_memory("ema", moments.ema)))
     tensors = dict(model.views(w))
     exact: dict[str, Any] = {}
     if huggingface.offset_of_norms(model):
