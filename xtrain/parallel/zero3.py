@@ -79,6 +79,7 @@ class Zero3AdamW(ShardedAdamW):
 
     def in_use(self) -> list[Array]:
         """Return the weights that every rank must hold identically."""
+        self.arena.refresh()
         return [unit.weights for unit in self.gathering.arena.whole]
 
     def gather_moments(self) -> SimpleNamespace:

@@ -28,7 +28,7 @@ def weights_of(run):
             return {}
         weights = run.model.arena.weights
         weights = whole.weights if weights is None else weights
-        return {name: np.array(x) for name, x in run.model.views(weights)}
+        return {name: to_numpy(x).copy() for name, x in run.model.views(weights)}
 
 
 def some_steps(run, steps=3):
