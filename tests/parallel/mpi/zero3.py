@@ -7,7 +7,7 @@ import json
 import tracemalloc
 
 import numpy as np
-from common import WORLD, options, some_ranks, wait
+from common import WORLD, divided, options, some_ranks, wait
 from equality import SHAPE, make_run
 from resume import EMA_FILES, FILES, SILENT, loaded_state, losses, train_on, wrong_on_rank
 
@@ -18,7 +18,9 @@ from xtrain.nn import functional as F
 from xtrain.nn.model import Transformer
 from xtrain.nn.sharded_arena import Share
 from xtrain.parallel import ddp
+from xtrain.report import page
 from xtrain.train import train
+from xtrain.training import loop
 
 
 def weights_of(run):
@@ -165,6 +167,23 @@ def resumed_exactly(folder):
             assert (whole / name).read_bytes() == (halves / name).read_bytes(), name
 
 
+def its_report(folder):
+    """Rank 0 writes it alone, without the model, of which it has a share; `xtrain report` completes it."""
+    ranks = some_ranks(2)
+    if ranks is not None:
+        run = loop.train(
+            options(folder / "report", zero=3, steps=2),
+            SILENT,
+            divided(ranks),
+            write_report=page.finish,
+        )
+        if ranks.rank == 0:
+            assert (run / "report.html").exists() and not (run / "sentence.json").exists()
+            page.write_requested(page.Options((run,)), print)
+            assert (run / "sentence.json").exists()
+    wait()
+
+
 def a_bad_step(folder):
     with wrong_on_rank(1, F.Embedding, (3,), np.nan):
         run = train_on(2, options(folder / "skip", steps=5, check_ranks=1, zero=3))
@@ -205,6 +224,7 @@ CHECKS = [
     validation_and_samples,
     elastic,
     resumed_exactly,
+    its_report,
     a_bad_step,
     a_flipped_bit_is_noticed,
 ]
