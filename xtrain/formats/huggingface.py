@@ -217,7 +217,7 @@ def _fill(model: Any, stored: dict[str, Stored]) -> None:
     """Copy the stored tensors into the model's parameters."""
     model.scales = {}
     for name, tensor in model.named_parameters():
-        values = stored[name].read_finite(tensor.dtype)
+        values = stored[name].read_finite(tensor.assigned_dtype)
         if new := tensor.shape[0] - len(values):  # tokens that the folder does not have
             values = np.concatenate([values, _new_rows(values, new)])
         tensor.data = to_device(values, model.device)
