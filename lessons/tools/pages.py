@@ -76,11 +76,12 @@ def on_page_content(content, page, config, files):
     return content
 
 
-def on_post_build(config):
-    """Write the playground's programs with their steps."""
-    folder = Path(config["site_dir"]) / "browser"
-    folder.mkdir(exist_ok=True)
-    (folder / "examples.js").write_text(examples(), encoding="utf-8")
+def on_files(files, config):
+    """Add the playground's programs with their steps."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "browser/examples.js", content=examples()))
+    return files
 
 
 # ----------------------------------------------------------------------------- a kernel and its steps
