@@ -6,6 +6,11 @@
   const FIX = "        cuda.syncthreads()", prompt = stage.said.textContent;
   stage.first = JSON.parse(root.querySelector("script[type='application/json']").textContent);
   stage.first.data = stage.data;
+  let playing = false;  // the fixed kernel plays once, unasked
+  stage.frame.addEventListener("load", () => {
+    if (playing) stage.frame.contentDocument.getElementById("play").click();
+    playing = false;
+  });
   const gap = () => stage.field.value.split("\n").findIndex((line, i, all) => !line.trim() && /right =/.test(all[i - 1])) + 1;
   root.addEventListener("step", event => {
     if (event.detail.bad.length) stage.say("bad", stage.result?.error || stage.first.error);
@@ -21,7 +26,10 @@
   root.addEventListener("shown", event => {
     const passed = event.detail && !event.detail.error;
     after.hidden = !passed;
-    if (passed) { help.hidden = true; stage.say("good", "No race. 64 threads, four turns, every access checked."); }
+    if (!passed) return;
+    help.hidden = true;
+    stage.say("good", "No race. 64 threads, four turns, every access checked.");
+    if (matchMedia("(prefers-reduced-motion: no-preference)").matches) playing = true;
   });
 
   // What the exercises' cells have kept of the reader's progress.

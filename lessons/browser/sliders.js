@@ -103,7 +103,7 @@ function figure(place, title, controls, size, draw) {
 // ------------------------------------------------------------------ the figures
 const figures = {
   roofline(place) {
-    const W = 640, H = 300, left = 56, bottom = 262, right = 624, top = 14;
+    const W = 640, H = 300, left = 56, bottom = 262, right = 606, top = 14;
     const x = i => left + (Math.log2(i) + 4) / 14 * (right - left);  // 1/16 to 1024 operations per byte
     const y = f => bottom - (Math.log10(f) + 1.3) / 4.6 * (bottom - top);  // 0.05 to 2000 TFLOP/s
     figure(place, "The roofline: what limits a kernel?", {

@@ -20,6 +20,7 @@ class Stage {
       label: this.file, run: () => this.run(), change: text => this.changed(text),
     });
     this.original = this.field.value;
+    this.mode = this.frame.dataset.stepper;
     [this.head, this.data, this.tail] = this.frame.srcdoc.split(DATA);
     this.runButton.addEventListener("click", () => this.running ? this.stop() : this.run());
     root.querySelector("[data-do=reset]")?.addEventListener("click", () => this.load(this.file, this.original, this.first));
@@ -65,6 +66,7 @@ class Stage {
     this.original = source = source.trimEnd();
     this.field.value = source;
     this.first = result;
+    this.frame.dataset.stepper = this.mode;
     this.show(result);
   }
 
@@ -103,6 +105,7 @@ class Stage {
     try {
       const result = await runProgram(this.field.value, this.file, text => this.say("busy", text));
       this.running = false;
+      this.frame.dataset.stepper = "embedded";  // a reader's own run begins where its error shows
       this.show(result);
     } catch (error) {
       this.running = false;

@@ -15,7 +15,7 @@ def rotate(x):
         cuda.syncthreads()
 
 
-x = np.arange(64)
+x = np.arange(64, dtype=np.int32)
 rotate[1, 64](x)
 print(x)
 assert x[0] == 4 and x[63] == 3

@@ -134,7 +134,11 @@ def examples() -> str:
 def first_page(content: str) -> str:
     """The race above everything else, the tracks as paths."""
     soup = bs4.BeautifulSoup(content, "html.parser")
-    buttons = _button("help", "Write the line", "hidden") + _button("reset", "Reset") + _button("run", "Run")
+    buttons = (
+        _button("help", "Write the line", "hidden")
+        + _button("reset", "Reset")
+        + _button("run", "Run")
+    )
     after = """<p class="stage-after" hidden><a class="start" href="01_threads.html">Start lesson 1</a>
 <a href="playground.html">Ten more kernels</a></p>"""
     race = stage(FIRST, "64 threads. One line is missing. Step.", True, buttons, after)
@@ -145,7 +149,8 @@ def first_page(content: str) -> str:
     for table in soup.select("#three-tracks ~ table, #three-tracks ~ * table")[:1]:
         table.replace_with(bs4.BeautifulSoup(tracks(), "html.parser"))
     scripts = "".join(
-        f'<script src="browser/{name}.js"></script>' for name in ("code_field", "stage", "first_page")
+        f'<script src="browser/{name}.js"></script>'
+        for name in ("code_field", "stage", "first_page")
     )
     return STYLE + str(soup) + scripts
 
@@ -187,7 +192,9 @@ def _plain(title: str) -> str:
 def playground(content: str) -> str:
     """A menu of programs, a link to what is in the editor, the stage."""
     soup = bs4.BeautifulSoup(content, "html.parser")
-    options = "".join(f'<option value="{name}">{title}</option>' for name, title in EXAMPLES.items())
+    options = "".join(
+        f'<option value="{name}">{title}</option>' for name, title in EXAMPLES.items()
+    )
     menu = f'<label class="pick"><span>Program</span><select>{options}</select></label>'
     buttons = _button("reset", "Reset") + _button("link", "Copy a link") + _button("run", "Run")
     made = menu + stage("reduction.py", "", False, buttons)
@@ -200,11 +207,18 @@ def playground(content: str) -> str:
 
 
 def with_slider(content: str, name: str, heading: str) -> str:
-    """A lesson with a figure at the end of the section that begins with this heading's text."""
+    """A lesson with a figure after the text under this heading, before the next heading or the next cell of code."""
     soup = bs4.BeautifulSoup(content, "html.parser")
     titles = [h for h in soup.find_all("h2") if h.get_text().rstrip("¶").strip() == heading]
     if len(titles) != 1:
-        raise ValueError(f"the figure {name} belongs under the heading {heading!r}, which is not there once")
-    cell = titles[0].find_parent(class_="jp-Cell") or titles[0]
-    cell.insert_after(bs4.BeautifulSoup(f'<div data-slider="{name}"></div>', "html.parser"))
+        raise ValueError(
+            f"the figure {name} belongs under the heading {heading!r}, which is not there once"
+        )
+    figure = bs4.BeautifulSoup(f'<div data-slider="{name}"></div>', "html.parser")
+    cell = titles[0].find_parent(class_="jp-Cell")
+    following = titles[0].find_next("h2")
+    if following is not None and cell in following.parents:
+        following.insert_before(figure)
+    else:
+        cell.insert_after(figure)
     return STYLE + str(soup) + '<script src="browser/sliders.js"></script>'
