@@ -16,12 +16,12 @@
   }
 
   async function open() {
-    const fragment = location.hash.slice(1), chosen = examples.find(e => e.file === fragment);
+    const fragment = location.hash.slice(1), shared = fragment.startsWith("code=");
+    const chosen = examples.find(e => e.file === fragment) || (!shared && examples.find(e => e.file === menu.value));
     if (chosen) {
       menu.value = chosen.file;
       return stage.load(chosen.file, chosen.source, chosen);
     }
-    if (!fragment.startsWith("code=")) return stage.show(examples.find(e => e.file === menu.value));
     try {
       const source = await unpacked(fragment.slice(5));
       menu.selectedIndex = -1;

@@ -207,7 +207,7 @@ def playground(content: str) -> str:
 
 
 def with_slider(content: str, name: str, heading: str) -> str:
-    """A lesson with a figure after the text under this heading, before the next heading or the next cell of code."""
+    """A lesson with a figure at the end of the section that has this heading."""
     soup = bs4.BeautifulSoup(content, "html.parser")
     titles = [h for h in soup.find_all("h2") if h.get_text().rstrip("¶").strip() == heading]
     if len(titles) != 1:
@@ -215,10 +215,5 @@ def with_slider(content: str, name: str, heading: str) -> str:
             f"the figure {name} belongs under the heading {heading!r}, which is not there once"
         )
     figure = bs4.BeautifulSoup(f'<div data-slider="{name}"></div>', "html.parser")
-    cell = titles[0].find_parent(class_="jp-Cell")
-    following = titles[0].find_next("h2")
-    if following is not None and cell in following.parents:
-        following.insert_before(figure)
-    else:
-        cell.insert_after(figure)
+    titles[0].find_next("h2").insert_before(figure)
     return STYLE + str(soup) + '<script src="browser/sliders.js"></script>'

@@ -17,6 +17,8 @@ MARKED = (
     "[...document.querySelectorAll('.code-field pre .bad')].map(line => line.textContent.trim())"
 )
 CODE = "document.querySelector('.code-field textarea').value"
+CUT_OFF = """[...document.querySelectorAll('.stage button, .stage-foot *, .tracks *, .slider *, select')]
+    .filter(e => e.getBoundingClientRect().right > innerWidth - 8).map(e => e.outerHTML)"""
 RACE = ["right = x[(i + 1) % 64]", "x[i] = right"]
 LOAD = 120  # seconds for Python's first load, on a machine that does other work, too
 
@@ -272,6 +274,7 @@ def test_every_page_is_as_wide_as_the_screen(reader, width, scheme):
                     == scheme
                 )
             assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            assert browser.evaluate(CUT_OFF) == []
         assert reader.complaints() == []
     finally:
         browser.call("Emulation.setEmulatedMedia", features=[])
