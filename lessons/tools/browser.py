@@ -7,7 +7,6 @@ xtrain, once: later builds need no network. `XTRAIN_BROWSER=false mkdocs build` 
 """
 
 import hashlib
-import html as escaping
 import io
 import json
 import os
@@ -40,7 +39,7 @@ FP8 = "It computes with fp8, which NumPy in a browser does not have."
 RANKS = "Its ranks are threads, which Python in a browser does not have."
 ELSEWHERE = {  # exercise -> why it does not run in a browser
     **dict.fromkeys(("12.2", "12.3", "14.1", "14.3", "23.1"), BF16),
-    **dict.fromkeys(("29.1", "29.2", "29.3", "29.4", "34.1", "34.2", "34.3", "45.1", "45.2"), FP8),
+    **dict.fromkeys(("29.1", "29.2", "29.3", "29.4", "34.1", "34.2", "45.1", "45.2"), FP8),
     **dict.fromkeys(("32.1", "32.2", "32.4"), RANKS),
 }
 
@@ -71,9 +70,10 @@ def site_files() -> dict[str, bytes]:
     """Return the content of every file that is made here, by its path in the site's folder browser/."""
     modules = packages()
     found = {f"pyodide/{name}": (modules / "pyodide" / name).read_bytes() for name in PYODIDE}
+    found["licenses.txt"] = _licenses(modules).encode()
     found["numpy.zip"] = _numpy(modules / "@emscripten-forge" / "numpy")
     found["xtrain.zip"] = _xtrain()
-    for name in _editor_packages(modules):
+    for name in _editor_packages():
         text = (modules / name / _module_of(modules / name)).read_text(encoding="utf-8")
         text = IMPORT.sub(lambda match: f'{match[1]}"./{_file_name(match[2])}"', text)
         found[f"codemirror/{_file_name(name)}"] = text.encode()
@@ -111,8 +111,19 @@ def _zip(files: dict[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def _editor_packages(modules: Path) -> list[str]:
-    """CodeMirror and what it needs: all packages but Pyodide, what Pyodide needs, and NumPy."""
+def _licenses(modules: Path) -> str:
+    """Name, version and license of every package, with its text where the package has one; NumPy's is in numpy.zip."""
+    parts = []
+    for name in ("pyodide", "@emscripten-forge/numpy", *_editor_packages()):
+        about = json.loads((modules / name / "package.json").read_text(encoding="utf-8"))
+        texts = [path.read_text(encoding="utf-8") for path in (modules / name).glob("LICENSE*")]
+        title = f"{name} {about['version']}: {about.get('license', 'see its homepage')}"
+        parts.append("\n\n".join([title, *texts]))
+    return "\n\n----\n\n".join(parts)
+
+
+def _editor_packages() -> list[str]:
+    """CodeMirror and what it needs: all packages but Pyodide, what Pyodide needs in Node.js, and NumPy."""
     lock = json.loads((SOURCE / "package-lock.json").read_text(encoding="utf-8"))
     names = [key.removeprefix("node_modules/") for key in lock["packages"] if key]
     return [name for name in names if name not in ("pyodide", "ws", "@emscripten-forge/numpy")]
@@ -168,7 +179,7 @@ def with_editors(html: str, path: Path) -> str:
     text = json.dumps(data).replace("<", "\\u003c")
     return (
         f'{html}\n<script type="application/json" id="lesson-exercises">{text}</script>'
-        '<script type="module" src="browser/exercises.js"></script>'
+        '<script>location.protocol == "file:" || import("./browser/exercises.js")</script>'
     )
 
 
