@@ -61,6 +61,9 @@ class Stage {
 
   // Show another program, and the result of a run of it if there is one.
   load(file, source, result) {
+    if (this.running) this.stop();
+    this.turn = null;
+    this.button("Run");
     this.file = file;
     this.root.querySelector(".stage-file").textContent = file;
     this.original = source = source.trimEnd();
@@ -99,36 +102,44 @@ class Stage {
 
   async run() {
     if (this.running) return;
-    this.running = true;
-    this.runButton.textContent = "Stop";
-    this.say("busy", "Starting …");
+    const turn = this.turn = {};  // another program may be chosen while this one runs
+    this.button("Loading", true);
     try {
-      const result = await runProgram(this.field.value, this.file, text => this.say("busy", text));
-      this.running = false;
+      const tell = text => { if (this.turn === turn) this.say("busy", text); };
+      const result = await runProgram(this.field.value, this.file, tell, () => this.button("Stop"));
+      if (this.turn !== turn) return;
       this.frame.dataset.stepper = "embedded";  // a reader's own run begins where its error shows
+      this.button("Run");
       this.show(result);
     } catch (error) {
-      this.running = false;
-      this.say("bad", error.message);
+      if (this.turn === turn) this.say("bad", error.message);
     } finally {
-      this.runButton.textContent = "Run";
+      if (this.turn === turn) this.button("Run");
     }
   }
 
-  stop() { stopProgram(); }
+  button(text, disabled = false) {
+    this.running = text !== "Run";
+    Object.assign(this.runButton, {textContent: text, disabled});
+  }
+
+  stop() { runtime?.stop(); }
 }
 
 // ------------------------------------------------------------------ Python, which is loaded at the first run
-let runtime = null;
-const STEPS = "Loading Python, once: ";
+let runtime = null, listener = () => {};
+const LOADING = "Loading Python, once:";
 
-async function runProgram(source, file, tell) {
+// tell: called with what Python is doing. begins: called when the program starts.
+async function runProgram(source, file, tell, begins) {
   if (location.protocol === "file:") throw new Error("A page that was opened from a file cannot load Python: open the site with `mkdocs serve`.");
-  const {start} = await import("./runtime.js");
-  const onProgress = ({text, seconds}) => tell(`${STEPS}${text} … ${Math.round(seconds)} s`);
-  tell(`${STEPS}…`);
-  runtime = await start({onProgress});
+  tell(`${LOADING} …`);
+  const {start} = await import("./runtime.js"), first = !runtime;
+  listener = ({text, seconds}) => tell(`${LOADING} ${text} … ${Math.round(seconds)} s`);
+  runtime = await start(first ? {onProgress: progress => listener(progress)} : {});
+  listener = () => {};  // after a stop Python loads again, unasked
   tell("Running …");
+  begins();
   let printed = "";
   const {error, pages} = await runtime.run(source, {file, onOutput: text => { printed += text; }});
   // Only the data of the last page is used, in the frame that came with the site: a program that arrived as a link may have
@@ -136,5 +147,3 @@ async function runProgram(source, file, tell) {
   const data = pages.length ? JSON.stringify(JSON.parse(pages.at(-1).html.match(DATA)[0])).replaceAll("<", "\\u003c") : "";
   return {printed, error, data};
 }
-
-const stopProgram = () => runtime?.stop();

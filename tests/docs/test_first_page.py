@@ -227,6 +227,12 @@ def test_an_example_races_and_says_what_the_build_has_said(reader):
     time.sleep(0.2)
     reader.click("[data-do=run]")
     assert reader.ran() == "Stopped."
+    assert browser.evaluate("document.querySelector('[data-do=run]').textContent") == "Run"
+
+    replace_all(browser, "print(6 * 7)")  # in the Python that was loaded again
+    reader.click("[data-do=run]")
+    assert "no race" in reader.ran()
+    assert browser.evaluate(out) == "42\n"
     assert reader.complaints() == []
 
 
