@@ -42,6 +42,6 @@ def test_links_to_files_outside_the_site_lead_to_the_repository():
     assert convert("OWNER/xtrain") == "see it, [a page](../api.md)"
     address = "https://github.com/me/xtrain/blob/main/examples/own_loop.py"
     assert convert("me/xtrain") == f"see [it]({address}), [a page](../api.md)"
-    with pytest.raises(ValueError, match="examples/none.py"):
+    with pytest.raises(ValueError, match=r"examples/none\.py"):
         text = "[it](../../examples/none.py)"
         convert("me/xtrain")
