@@ -11,8 +11,9 @@ of the Hugging Face layout with one tensor for each expert; in memory they are t
 import numpy as np
 
 from ..config import ModelConfig
+from ..device import Array
 from ..kernels.cast import BFLOAT16
-from ..kernels.experts.expert_order import expert_order
+from ..kernels.experts.expert_order import ExpertOrder, expert_order
 from . import functional as F
 from .deferred import matching
 from .modules import STD, Linear, Module, Parameter
@@ -65,8 +66,13 @@ class MixtureOfExperts(Module):
             if losses.has_terms():
                 term = F.router_loss(logits_NE, order.counts_E, losses.balance, losses.z)
                 losses.terms.append(term)
-        matrices = self.gate_up, self.down
-        return F.expert_mlp(x_NC, weights_NK, *matrices, experts_NK.data, order)
+        return self.mixed(x_NC, weights_NK, experts_NK.data, order)
+
+    def mixed(
+        self, x_NC: Tensor, weights_NK: Tensor, experts_NK: Array, order: ExpertOrder | None
+    ) -> Tensor:
+        """Return the weighted sum of the chosen experts: (N, C)."""
+        return F.expert_mlp(x_NC, weights_NK, self.gate_up, self.down, experts_NK, order)
 
     def logits(self, x_NC: Tensor) -> Tensor:
         """Return the logits of the router (N, E), in float32: they decide the experts."""

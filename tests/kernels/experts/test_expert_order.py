@@ -69,7 +69,7 @@ if GPU:
 @pytest.mark.parametrize("name", CASES)
 def test_kernels(name):
     experts = CASES[name]
-    assert run(experts, max(8, experts.max(initial=0) + 1))
+    assert run(experts, max(8, int(experts.max(initial=0)) + 1))
 
 
 @settings(max_examples=3 if GPU else 10)
