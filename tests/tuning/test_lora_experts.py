@@ -194,7 +194,7 @@ def test_new_adapters_change_nothing_and_adapters_are_not_switched(folders, tmp_
     np.testing.assert_allclose(model(ids).numpy(), before, atol=1e-5)
     model.save_pretrained(tmp_path)
     served = Transformer.from_pretrained(folder, trainable=False)
-    with pytest.raises(UserError, match="adapters of experts, which are not switched .* --model"):
+    with pytest.raises(UserError, match=r"adapters of experts, which are not switched .* --model"):
         add_adapters(served, {"a": tmp_path})
 
 
@@ -244,6 +244,6 @@ def test_a_run_learns_resumes_and_is_merged(tmp_path, kind, changes):
         )
     engine = Engine(tuned, max_batch=2, max_seq_len=32)
     (answer,) = engine.generate([ids[0].tolist()], 4)
-    assert list(answer)[0] == int(np.argmax(tuned(ids).numpy()[0, -1]))
+    assert next(iter(answer)) == int(np.argmax(tuned(ids).numpy()[0, -1]))
     continued = FinetuneConfig(out=str(tmp_path / "c"), **options | {"init": str(whole)})
     assert finetune(continued, SILENT).is_dir()
