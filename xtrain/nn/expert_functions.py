@@ -14,6 +14,7 @@ from ..device import Array
 from ..kernels import cast as _cast
 from ..kernels import elementwise as _elementwise
 from ..kernels.experts import expert_gemv as _expert_gemv
+from ..kernels.experts import expert_router as _expert_router
 from ..kernels.experts import expert_rows as _expert_rows
 from ..kernels.experts import expert_swiglu as _expert_swiglu
 from ..kernels.experts import grouped_product as _grouped
@@ -35,6 +36,23 @@ class Routing(Function):
     @staticmethod
     def backward(ctx, _, dweights_NK):
         return _routing.routing_bwd(dweights_NK, *ctx.saved)
+
+
+def few_router_rows(x_NC: Array, gate_EC: Array, K: int) -> bool:
+    """Return True if kernels/experts/expert_router.py routes x; as few_expert_rows."""
+    if type(x_NC) is np.ndarray or is_batch_invariant() or not is_inference():
+        return False
+    return x_NC.dtype == np.float32 and _expert_router.expert_router_fits(x_NC, gate_EC, K)
+
+
+class AddNormRouter(Function):
+    """h = x + delta, n = rmsnorm(h), and the experts and weights of n's rows. In inference only."""
+
+    @staticmethod
+    def forward(ctx, x_NC, delta_NC, w_C, gate_EC, eps, K, renormalized, bias_E):
+        ready = ctx.parameters[2] and ctx.parameters[3]
+        operands = x_NC, delta_NC, w_C, gate_EC, eps
+        return _expert_router.expert_router(*operands, K, renormalized, bias_E, ready)
 
 
 class RouterLoss(Function):
@@ -74,7 +92,8 @@ class ExpertMLP(Function):
         E = down_RF.shape[0] // x_NC.shape[1]
         if few_expert_rows(x_NC, down_RF):
             matrices = of_experts(gate_up_RC, E), of_experts(down_RF, E)
-            return _expert_gemv.expert_gemv(x_NC, weights_NK, experts_NK, *matrices)
+            chosen = weights_NK, experts_NK
+            return _expert_gemv.expert_gemv(x_NC, *chosen, *matrices, ctx.parameters[3])
         if order is None:
             order = expert_order(experts_NK, E)
         x_MC = _expert_rows.gather_rows(x_NC, order)
@@ -137,20 +156,16 @@ def blocks_of(gate_b: Array | None, up_b: Array | None, b_EOr: Array) -> tuple[A
 
 
 def pair_of(
-    gate_b: Array | None,
-    up_b: Array | None,
-    factors: Factors,
-    O: int,
-    u_Mr: Array,  # noqa: E741
+    gate_b: Array | None, up_b: Array | None, factors: Factors, rows: int, u_Mr: Array
 ) -> Array:
-    """Return b (E, O, r) of gate and up: the gate's ranks do not reach the rows of up.
+    """Return b (E, rows, r) of gate and up: the gate's ranks do not reach the rows of up.
 
     Both are multiplied by their factors. u: of that many ranks, and of the result's dtype.
     """
     some = gate_b if gate_b is not None else up_b
     assert some is not None
-    E = some.shape[0] // (O // 2)
-    b_EOr = zeros(u_Mr, (E, O, u_Mr.shape[1]))
+    E = some.shape[0] // (rows // 2)
+    b_EOr = zeros(u_Mr, (E, rows, u_Mr.shape[1]))
     places = blocks_of(gate_b, up_b, b_EOr)
     for b, block, factor in zip((gate_b, up_b), places, factors):
         if b is not None:

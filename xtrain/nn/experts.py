@@ -15,7 +15,7 @@ from ..device import Array
 from ..kernels.cast import BFLOAT16
 from ..kernels.experts.expert_order import ExpertOrder, expert_order
 from . import functional as F
-from .deferred import matching
+from .deferred import Normed, matching
 from .modules import STD, Linear, Module, Parameter
 from .router_losses import router_losses
 from .tensor import Tensor
@@ -53,10 +53,15 @@ class MixtureOfExperts(Module):
 
     def __call__(self, x_NC: Tensor) -> Tensor:
         """Return the mixture of x (N, C): (N, C)."""
-        x_NC = matching(x_NC, self.gate_up)
-        logits_NE = self.logits(x_NC)
         bias_E = None if self.bias is None else self.bias.data
         options = self.experts_per_token, self.renormalized, bias_E
+        if isinstance(x_NC, Normed) and type(self.gate) is Linear:
+            routed = x_NC.routed(self.gate.weight, *options)
+            if routed is not None:
+                experts_NK, weights_NK = routed
+                return self.mixed(x_NC, weights_NK, experts_NK.data, None)
+        x_NC = matching(x_NC, self.gate_up)
+        logits_NE = self.logits(x_NC)
         experts_NK, weights_NK = F.routing(logits_NE, *options)
         order = None
         losses = router_losses()

@@ -106,7 +106,9 @@ def test_bad_input():
     with pytest.raises(TypeError, match="down is bfloat16"):
         expert_gemv(x, w, experts, gate_up, to_kernel(to_host(down).astype(BF16)))
     many = map(to_kernel, case(9, 2, 3, 8, 8))
-    with pytest.raises(ValueError, match="9 rows of 8 with 8, supported are 1 to 8, of multiples of 8, C to 8192"):
+    with pytest.raises(
+        ValueError, match="9 rows of 8 with 8, supported are 1 to 8, of multiples of 8, C to 8192"
+    ):
         expert_gemv(*many)
 
 

@@ -285,7 +285,9 @@ def expert_gemv(
         arrays = wide(x_NC), weights_NK, experts_NK, wide(gate_up_EGC), wide(down_ECF)
         return expert_gemv_ref(*arrays).astype(x_NC.dtype, copy=False)
     fits = expert_gemv_fits(x_NC, down_ECF) and on_16_bytes(gate_up_EGC)
-    check(fits, f"{op}: {N} rows of {C} with {F}, supported are 1 to 8, of multiples of 8, C to 8192")
+    check(
+        fits, f"{op}: {N} rows of {C} with {F}, supported are 1 to 8, of multiples of 8, C to 8192"
+    )
     K = experts_NK.shape[1]
     a_PF = empty(x_NC, (N * K, F))
     y_NC = empty(x_NC, (N, C))
