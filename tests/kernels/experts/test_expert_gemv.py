@@ -32,7 +32,11 @@ from xtrain.simulator import KernelError
 BF16 = ml_dtypes.bfloat16
 SHAPES = [(1, 1, 1, 8, 8), (2, 2, 4, 24, 16), (1, 2, 3, 8, WIDE + 8), (1, 1, 2, WIDE + 8, 8)]
 SHAPES += [(1, 18, 20, 8, 8)]  # several warps for a sum
-SHAPES += [(8, 8, 128, 2048, 768), (1, 2, 8, 4096, 14336)] * GPU  # N, K, E, C, F
+SHAPES += [
+    (8, 8, 32, 2048, 768),
+    (1, 2, 16, 1024, 2048),
+    (1, 2, 2, 512, 14336),
+] * GPU  # N, K, E, C, F
 
 
 def case(N, K, E, C, F, dtype=np.float32):
