@@ -72,7 +72,8 @@ class Hosts:
             for pid in self.processes(name):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, 9)
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            for what in (["netns", "del", name], ["link", "del", f"{name}v"]):
+                subprocess.run(["ip", *what], capture_output=True)
         subprocess.run(["ip", "link", "del", self.bridge], capture_output=True)
 
     def start(self, environment, *command):  # noqa: F811
