@@ -80,20 +80,22 @@ def launch_everything(dtype):
     ids, table = sim(np.zeros(2, np.int32)), f32(4, 4)
     key_bounds.document_bounds(ids.reshape(1, 2))
     embedding.embedding_bwd(embedding.embedding_fwd(ids, new(3, 8)), ids, f32(3, 8))
+    embedding.embedding_bwd(new(2, 8), ids, new(3, 8))
     for C in (8, 37, 1032):
         x, w = new(2, C), new(C)
         y, rstd = rmsnorm.rmsnorm_fwd(x, w, 1e-6)
         rmsnorm.rmsnorm_bwd(y, x, w, rstd, f32(C))
+        rmsnorm.rmsnorm_bwd(y, x, w, rstd, new(C), add=False)
         h, y, rstd = residual.residual_rmsnorm_fwd(x, x, w, 1e-6)
         for recompute_y in (False, True):
             residual.residual_rmsnorm_bwd(h, y, h, w, rstd, f32(C), recompute_y)
     rope.rope_bwd(rope.rope_fwd(new(2, 3, 8), table, table, T=2), table, table, T=2)
-    for w, dw in ((f32(8), f32(8)), (None, None)):
+    for w, dw in ((f32(8), f32(8)), (new(8), new(8)), (None, None)):
         shape = (new(2, 48), w, w, table, table, 4, 1, 2)
         q, k, _, rstd = qk_norm_rope.qk_norm_rope_fwd(*shape, 1e-6)
         grads = (4, 1, 2, dw, dw)
         qk_norm_rope.qk_norm_rope_bwd(
-            new(2, 48), q, k, new(2, 48), w, w, rstd, table, table, *grads
+            new(2, 48), q, k, new(2, 48), w, w, rstd, table, table, *grads, add=False
         )
     for n in (8, 37):
         bias.fill_rows(new(2, n), f32(n))
@@ -147,7 +149,7 @@ def launch_everything(dtype):
     # see test_flash_attention_hopper_compile.py
     with mock.patch.object(flash_attention, "HOPPER", False):
         # One or two kernels for dQ, dK and dV; test_flash_attention_compile.py has all others.
-        for T, D, causal in ((2, 32, True), (2, 128, False), (65, 32, True)):
+        for T, D, causal in ((2, 32, True), (2, 128, False), (65, 32, True), (2, 256, True)):
             q, k = new(1, T, 2, D), new(1, T + 1, 1, D)
             o, lse = flash_attention.flash_attention_fwd(q, k, k, 0.1, causal)
             flash_attention.flash_attention_bwd(o, q, k, k, o, lse, 0.1, causal)

@@ -36,7 +36,7 @@ from ..kernels.experts.expert_order import ExpertOrder, expert_order
 from ..kernels.primitives.flat import same_place
 from ..kernels.quantize import Quantized, kind_of
 from ..kernels.runtime.invariance import is_batch_invariant
-from ..kernels.runtime.launch import empty, zeros
+from ..kernels.runtime.launch import empty, empty_like, zeros
 from .autograd import Context, Function
 from .mode import is_inference
 
@@ -358,18 +358,16 @@ class Attention(Function):
 
 
 class CausalSoftmax(Function):
-    """(The kernels overwrite their input: they get a copy.)"""
-
     @staticmethod
     def forward(ctx, s_ARS, T, scale, causal):
-        p_ARS = _softmax.causal_softmax_fwd(s_ARS.copy(), T, scale, causal)
+        p_ARS = _softmax.causal_softmax_fwd(s_ARS, T, scale, causal, empty_like(s_ARS))
         ctx.save(p_ARS, T, scale, causal)
         return p_ARS
 
     @staticmethod
     def backward(ctx, dp_ARS):
         p_ARS, T, scale, causal = ctx.saved
-        return _softmax.causal_softmax_bwd(dp_ARS.copy(), p_ARS, T, scale, causal)
+        return _softmax.causal_softmax_bwd(dp_ARS, p_ARS, T, scale, causal, empty_like(dp_ARS))
 
 
 class SwiGLU(Function):

@@ -280,7 +280,7 @@ class Transformer(Module):
     def kept_tokens(self, ids: Array, targets: Array, sampling: Sampling) -> Array:
         """Return which tokens `sampling` keeps at each position, and the target: bits, (B, T, W)
         int32 on the device, W = ceil(V / 32). Arguments and errors as in `logprobs`."""
-        head = self._plain_head().data
+        head = self._plain_head().value
         x_NC, targets_N = self._hidden_and_targets(ids, targets, None)
         vocab_size = self.config.vocab_size
         kept_NW = linear_kept_tokens(x_NC.data, head, targets_N, vocab_size, sampling)
@@ -291,7 +291,7 @@ class Transformer(Module):
     ) -> tuple[Array, Array]:
         """Return the `top` most likely tokens at each position, (N, top) int32, N = B T, and their
         log-probabilities. top: at most 20. Arguments and errors as in `logprobs`."""
-        head = self._plain_head().data
+        head = self._plain_head().value
         x_NC, _ = self._hidden_and_targets(ids, targets, starts)
         return linear_top_logprobs(x_NC.data, head, self.config.vocab_size, top)
 
