@@ -16,6 +16,7 @@ contain addresses, are made once for each set of addresses.
 
 import copy
 import ctypes
+import functools
 import itertools
 import math
 import threading
@@ -201,16 +202,16 @@ class _Product:
         self.index = index
         self.operands = [_located(x) for x in (c, a, b)]
         self.places = [_split(x.address) for x in (c, a, b)]
-        self.arguments: Any = [*self.operands, *options]
+        self.compute: Callable = functools.partial(cublas_product, *self.operands, *options)
 
     def __call__(self, addresses: list[int], numbers: list[float], stream: int) -> None:
         for x, (place, offset) in zip(self.operands, self.places):
             x.data.ptr = addresses[place] + offset
         if torch.cuda.is_current_stream_capturing():
             with on_stream(self.index, stream, True):
-                cublas_product(*self.arguments)
+                self.compute()
         else:
-            cublas_product(*self.arguments, stream)
+            self.compute(stream=stream)
 
 
 def _located(a):
