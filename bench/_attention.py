@@ -116,9 +116,9 @@ def compile_mma_sync(kind: str, D: int, causal: bool, tiles: Tiles) -> int:
     kernel, shared = fa.make_kernel(kind, D, causal, tiles)
     sizes = [np.int32(1)] * (8 if kind == "dkdv" else 7) + [np.float32(1)]
     dtypes = {
-        "fwd": (2, 4, 2, 2, 2),
-        "dq": (2, 4, 2, 2, 2, 2, 2, 4),
-        "dkdv": (2, 2, 2, 2, 2, 2, 4, 4),
+        "fwd": (2, 4, 2, 2, 2, 4),
+        "dq": (2, 4, 2, 2, 2, 2, 2, 4, 4),
+        "dkdv": (2, 2, 2, 2, 2, 2, 4, 4, 4),
     }[kind]
     arrays = [cp.empty(1, ml_dtypes.bfloat16 if n == 2 else np.float32) for n in dtypes]
     return _local_bytes(kernel, shared, (*arrays, *sizes))

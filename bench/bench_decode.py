@@ -3,7 +3,7 @@
     python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64]
                                  [--weights full int8 fp8 int4 nf4] [--peers plain compile]
                                  [--kv-cache full fp8] [--profile]
-                                 [--model 1.1B 8B 0.6B 135M 16x0.1B]
+                                 [--model 1.1B 8B 0.6B 135M 16x0.1B G1B G4B]
 
 A Llama of 1.1 B parameters (dim 2048, 22 layers, 32 heads of 64, 4 key heads, hidden 5632,
 vocabulary 32000), bf16, random weights created on the device. `batch` prompts of `context` random
@@ -16,7 +16,8 @@ tokens are submitted at once; every sequence gets `new` greedy tokens.
                    keys and values so far, on average those of context + new / 2 tokens; the
                    bandwidth is that of a device-to-device copy of 1 GB, read plus written
 
---model 8B, 0.6B and 135M: the shapes of Qwen3-8B, Qwen3-0.6B and SmolLM2-135M. 16x0.1B: a mixture of
+--model 8B, 0.6B and 135M: the shapes of Qwen3-8B, Qwen3-0.6B and SmolLM2-135M. G1B, G4B: those of
+Gemma 3 1B and 4B, whose heads have 256 channels; the bound counts all keys in every layer. 16x0.1B: a mixture of
 experts; the bytes are those of the experts that a step reads, on average if every choice is equally
 likely.
 
@@ -41,7 +42,7 @@ from typing import Literal
 import cupy as cp
 import numpy as np
 import tyro
-from _shapes import MIXTURE, QWEN3_06B, QWEN3_8B, SMOLLM2, TINYLLAMA
+from _shapes import GEMMA3_1B, GEMMA3_4B, MIXTURE, QWEN3_06B, QWEN3_8B, SMOLLM2, TINYLLAMA
 from _timing import copy_bandwidth, gpu_ms, record
 
 import xtrain
@@ -49,7 +50,7 @@ from xtrain.device import memory_peak_bytes
 from xtrain.formats.huggingface import config_to_hf
 from xtrain.inspect.kernel_times import NoTimes, cupti_times
 from xtrain.kernels.cast import cast_fwd
-from xtrain.nn.quantized import linear_weights, quantize_weights
+from xtrain.nn.quantized import quantize_weights
 from xtrain.serving.scheduler import graph_size
 
 NAME = "llama 1.1B"
@@ -58,6 +59,8 @@ SHAPES = {
     "8B": ("Qwen3-8B", QWEN3_8B | {"max_seq_len": 20480}),
     "0.6B": ("Qwen3-0.6B", QWEN3_06B | {"max_seq_len": 8192}),
     "135M": ("SmolLM2-135M", SMOLLM2 | {"max_seq_len": 8192}),
+    "G1B": ("Gemma-3-1B", GEMMA3_1B | {"max_seq_len": 8192}),
+    "G4B": ("Gemma-3-4B", GEMMA3_4B | {"max_seq_len": 8192}),
     "16x0.1B": ("16 x 0.1 B", MIXTURE | {"max_seq_len": 8192}),
 }
 
@@ -76,7 +79,7 @@ class Options:
     kv_cache: list[Literal["full", "fp8"]] = field(default_factory=lambda: ["full"])
     profile: bool = False  # print which kernels a decoding step consists of
     layers: int | None = None  # fewer than the model has: for a quick look
-    model: list[Literal["1.1B", "8B", "0.6B", "135M", "16x0.1B"]] = field(
+    model: list[Literal["1.1B", "8B", "0.6B", "135M", "16x0.1B", "G1B", "G4B"]] = field(
         default_factory=lambda: ["1.1B"]
     )
 
@@ -164,7 +167,7 @@ def step_bytes(model, B, T, new, kv_cache="full"):
     table = 0
     if not c.tie_embeddings:
         table = model.model.embed_tokens.weight.data.nbytes
-    codes = sum(p.quantized.nbytes for _, p in linear_weights(model) if p.quantized is not None)
+    codes = sum(p.quantized.nbytes for _, p in model.storage() if p.quantized is not None)
     weights = model.arena.half.nbytes + codes - table
     if c.n_experts:
         idle = (1 - c.experts_per_token / c.n_experts) ** B  # probability that none reads an expert

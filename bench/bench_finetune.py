@@ -1,7 +1,8 @@
 """Fine-tuning, compared with TRL's trainer, and LoRA steps, compared with PEFT + torch.compile.
 
     python bench/bench_finetune.py [--only sft lora] [--peers]
-    python bench/bench_finetune.py --only memory    alone: it reads the whole process's memory
+    python bench/bench_finetune.py --only memory    alone: it reads the whole card's memory
+    python bench/bench_finetune.py --only qlora     alone, too
 
 sft     Qwen3-0.6B's shape, random weights, examples of random tokens whose lengths are log-normal
         (median 200, most below 1000). A step has --examples of them, or as many packed rows as hold
@@ -10,6 +11,9 @@ sft     Qwen3-0.6B's shape, random weights, examples of random tokens whose leng
 lora    TinyLlama-1.1B's shape, rank 16 on all matrices, 4 sequences of 2048 random tokens.
 memory  the same with 1 sequence and --recompute block, all that the process uses on the card,
         next to its plan.
+qlora   Qwen3-8B's shape, random weights in nf4, rank 16 on all matrices, 1 sequence of 512 and of
+        1024 random tokens, --recompute block. The most memory of the card that NVML has seen, from
+        the start of the process on, so with the quantizing.
 
 Peak memory is what each library's allocator reserved on the card. Weights, batches and optimizer
 options are alike, not the same: losses are compared in tests/tuning.
@@ -18,7 +22,9 @@ options are alike, not the same: losses are compared in tests/tuning.
 import contextlib
 import gc
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -34,6 +40,7 @@ from xtrain.config import TrainConfig
 from xtrain.device import memory_peak_bytes
 from xtrain.formats.architectures import config_to_hf
 from xtrain.nn.lora import AdaptedTransformer, Lora
+from xtrain.nn.quantized import quantize_onto
 from xtrain.training import memory_plan
 from xtrain.training.run import Run
 from xtrain.tuning.examples import Example
@@ -42,13 +49,16 @@ from xtrain.tuning.finetune import Conversations
 T = 2048
 QWEN = xtrain.ModelConfig(**_shapes.QWEN3_06B, max_seq_len=T)
 TINYLLAMA = xtrain.ModelConfig(**_shapes.TINYLLAMA, max_seq_len=T)
+QWEN_8B = xtrain.ModelConfig(**_shapes.QWEN3_8B, max_seq_len=T)
 LR = 1e-5
 RANK = 16
 
 
 @dataclass
 class Options:
-    only: list[Literal["sft", "lora", "memory"]] = field(default_factory=lambda: ["sft", "lora"])
+    only: list[Literal["sft", "lora", "memory", "qlora"]] = field(
+        default_factory=lambda: ["sft", "lora"]
+    )
     peers: bool = False  # measure TRL, PEFT and torch.compile in the same run
     examples: int = 8  # per step
     steps: int = 20  # timed, after 5 others
@@ -222,15 +232,21 @@ def adapted(recompute: str = "none") -> AdaptedTransformer:
     return model
 
 
-def lora_run(batch: int, recompute: str = "none") -> Run:
+def lora_run(batch: int, model: AdaptedTransformer, length: int = T) -> Run:
     rng = np.random.default_rng(0)
-    ids = rng.integers(0, TINYLLAMA.vocab_size, (batch, T + 1)).astype(np.int32)
+    ids = rng.integers(0, model.config.vocab_size, (batch, length + 1)).astype(np.int32)
     rows = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
     corpus: Any = SimpleNamespace(loader=lambda *_: SimpleNamespace(next_batch=lambda: rows))
     c = TrainConfig(
-        batch=batch, micro_batch=batch, seq_len=T, steps=10**4, lr=LR, warmup=0, precision="bf16"
+        batch=batch,
+        micro_batch=batch,
+        seq_len=length,
+        steps=10**4,
+        lr=LR,
+        warmup=0,
+        precision="bf16",
     )
-    return Run(c, adapted(recompute), corpus)  # type: ignore[arg-type]
+    return Run(c, model, corpus)  # type: ignore[arg-type]
 
 
 def lora(o: Options) -> None:
@@ -238,7 +254,7 @@ def lora(o: Options) -> None:
     shape = f"TinyLlama-1.1B r={RANK} B=4 T={T}"
     theirs = peft(o, 4) if o.peers else {}
     free()
-    run = lora_run(4)
+    run = lora_run(4, adapted())
     ms = timed(run.step, o.steps)
     record(
         "bench_finetune",
@@ -257,7 +273,7 @@ def lora(o: Options) -> None:
 
 def memory(o: Options) -> None:
     """Measure the memory of a step with adapters, next to its plan."""
-    run = lora_run(1, "block")
+    run = lora_run(1, adapted("block"))
     ms = timed(run.step, 5)
     available, total = cp.cuda.Device().mem_info
     plan = memory_plan.plan(TINYLLAMA, 1, T, "bf16", "block", lora=RANK)
@@ -273,6 +289,65 @@ def memory(o: Options) -> None:
         plan_gb=round((plan.reserved + memory_plan.OUTSIDE) / 1e9, 2),
     )
     run.close()
+
+
+@contextlib.contextmanager
+def watched_memory() -> Iterator[list[int]]:
+    """Yield a list whose only element is the most memory of the card in use, in bytes."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    card = pynvml.nvmlDeviceGetHandleByPciBusId(cp.cuda.Device().pci_bus_id)
+    most = [0]
+    done = threading.Event()
+
+    def watch():
+        while not done.wait(0.005):
+            most[0] = max(most[0], pynvml.nvmlDeviceGetMemoryInfo(card).used)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield most
+    finally:
+        done.set()
+        thread.join()
+
+
+def quantized_8b() -> AdaptedTransformer:
+    """Return a model that was quantized as `xtrain finetune --weights nf4` does: from the CPU."""
+    model = AdaptedTransformer(QWEN_8B, None, "cpu", "fp32", trainable=False)
+    block = np.random.default_rng(0).standard_normal(1 << 22, np.float32) * np.float32(0.02)
+    for _, p in model.named_parameters():
+        flat = p.data.reshape(-1)
+        for low in range(0, flat.size, block.size):
+            part = flat[low : low + block.size]
+            part[:] = 1 if p.ndim == 1 else block[: part.size]
+    quantize_onto(model, "nf4", "gpu", "bf16")
+    model.recompute = "block"
+    model.adapt(Lora(RANK, 2.0 * RANK))
+    return model
+
+
+def qlora(o: Options) -> None:
+    """Measure all memory of a step with adapters on a frozen model of 8 B parameters in nf4."""
+    with watched_memory() as most:
+        model = quantized_8b()
+        print(f"quantized: {most[0] / 1e9:.2f} GB at most", flush=True)
+        for length in (512, 1024):
+            run = lora_run(1, model, length)
+            ms = timed(run.step, 5)
+            record(
+                "bench_finetune",
+                "qlora memory",
+                shape=f"Qwen3-8B nf4 r={RANK} B=1 T={length} recompute=block",
+                dtype="nf4",
+                ms=ms[0],
+                value=most[0] / 1e9,
+                unit="GB",
+                p20_p80=ms[1:],
+            )
+            run.close()
 
 
 def peft(o: Options, batch: int) -> dict[str, Any]:
@@ -314,7 +389,7 @@ def peft(o: Options, batch: int) -> dict[str, Any]:
 
 def main(o: Options) -> None:
     for name in o.only:
-        {"sft": sft, "lora": lora, "memory": memory}[name](o)
+        {"sft": sft, "lora": lora, "memory": memory, "qlora": qlora}[name](o)
 
 
 if __name__ == "__main__":

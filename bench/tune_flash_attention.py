@@ -52,6 +52,10 @@ CANDIDATES = {  # Tiles(BM, BN, warps, blocks[, q_in_registers])
         Tiles(128, 64, 4, 2, False), Tiles(128, 32, 4, 2, False), Tiles(64, 64, 4, 2, True),
         Tiles(64, 32, 4, 3, False),
     ],
+    ("fwd", 256): [
+        Tiles(128, 64, 8, 1, False), Tiles(128, 32, 8, 1, False), Tiles(64, 32, 4, 2, False),
+        Tiles(64, 64, 4, 1, False),
+    ],
     ("dq", 16): [
         Tiles(64, 64, 4, 5), Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 2),
         Tiles(128, 64, 4, 3),
@@ -65,6 +69,9 @@ CANDIDATES = {  # Tiles(BM, BN, warps, blocks[, q_in_registers])
         Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 4),
     ],
     ("dq", 128): [Tiles(128, 32, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 3)],
+    ("dq", 256): [
+        Tiles(128, 32, 8, 1), Tiles(128, 16, 8, 1), Tiles(64, 16, 4, 2), Tiles(64, 64, 4, 1),
+    ],
     ("dkdv", 16): [Tiles(64, 64, 4, 4), Tiles(32, 128, 4, 4), Tiles(64, 128, 4, 3)],
     ("dkdv", 32): [
         Tiles(64, 64, 4, 4), Tiles(64, 64, 4, 3), Tiles(64, 128, 4, 2),
@@ -75,12 +82,13 @@ CANDIDATES = {  # Tiles(BM, BN, warps, blocks[, q_in_registers])
         Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 3),
     ],
     ("dkdv", 128): [Tiles(64, 128, 8, 1), Tiles(32, 64, 4, 2), Tiles(32, 128, 8, 1)],
+    ("dkdv", 256): [Tiles(32, 64, 8, 1), Tiles(16, 32, 4, 2), Tiles(48, 64, 8, 1)],
 }  # fmt: skip
 
 
 @dataclass
 class Options:
-    heads: list[int] = field(default_factory=lambda: [16, 32, 64, 128])  # widths D
+    heads: list[int] = field(default_factory=lambda: [16, 32, 64, 128, 256])  # widths D
     kernels: list[str] = field(default_factory=lambda: ["fwd", "dq", "dkdv"])
     lengths: list[int] = field(default_factory=lambda: list(CLASSES))
     causal: list[bool] = field(default_factory=lambda: [True, False])
@@ -128,6 +136,7 @@ def arguments(kind, T, D, causal):
         "dq": [cp.empty_like(lse), do, q, k, v, o, lse],
         "dkdv": [do, q, k, v, lse, delta],
     }[kind]
+    rows.append(lse)  # in place of bounds, which these kernels do not read
     row_steps = [H * D] * (4 if kind == "dkdv" else 3)  # of q, k, v, and of dv
     sizes = [np.int32(n) for n in (T, T, H, 1, *row_steps)]
     flat = [a.reshape(-1) for a in (*new.values(), *rows)]

@@ -175,7 +175,7 @@ UNSUPPORTED = [
     ({"architectures": ["Qwen3ForCausalLM"]}, "model_type 'llama'"),
     ({"architectures": None, "model_type": "gemma"}, "model_type 'gemma'"),
     ({"architectures": None, "model_type": None}, "model_type None"),
-    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized (gptq), which xtrain does not read: use the model's unquantized"),
+    ({"quantization_config": {"quant_method": "bitsandbytes", "bits": 4}}, "quantized (bitsandbytes), which xtrain does not read: use the model's unquantized"),
     ({"is_causal": False}, "is_causal False"),
     ({"pretraining_tp": 2}, "pretraining_tp 2"),
     ({"hidden_size": None}, "lacks hidden_size"),

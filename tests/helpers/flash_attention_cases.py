@@ -38,6 +38,8 @@ def _clear_fp32_kernels():
 
 def choose_small(kind, D, *rest):
     """Tiles of the mma.sync kernels for the simulator."""
+    if D > 128:
+        return fa.small_tiles(kind, D)
     return (WIDE_TILES if D == 128 else TILES)[kind]
 
 

@@ -149,7 +149,7 @@ def launch_everything(dtype):
     # see test_flash_attention_hopper_compile.py
     with mock.patch.object(flash_attention, "HOPPER", False):
         # One or two kernels for dQ, dK and dV; test_flash_attention_compile.py has all others.
-        for T, D, causal in ((2, 32, True), (2, 128, False), (65, 32, True)):
+        for T, D, causal in ((2, 32, True), (2, 128, False), (65, 32, True), (2, 256, True)):
             q, k = new(1, T, 2, D), new(1, T + 1, 1, D)
             o, lse = flash_attention.flash_attention_fwd(q, k, k, 0.1, causal)
             flash_attention.flash_attention_bwd(o, q, k, k, o, lse, 0.1, causal)

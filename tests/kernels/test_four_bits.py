@@ -2,17 +2,20 @@
 
 import numpy as np
 import pytest
+from checks import to_host, to_kernel
 from test_quantize import rows
 
 from xtrain.kernels import four_bits
+from xtrain.kernels.cast import BFLOAT16
 from xtrain.kernels.quantize import dequantize, quantize
 
 
 def test_the_numbers_of_four_bits_by_hand():
-    w = np.array([[-0.5, 0.25, 1]], np.float32)
+    w = np.array([[-0.5, 0.27, 1]], np.float32)
     coded = quantize(w, "int4")
-    assert four_bits.unpack_ref(coded.codes_OK, "int4")[0, :4].tolist() == [0, 7, 15, 5]
-    np.testing.assert_allclose(dequantize(coded), [[-0.5, 0.2, 1]], rtol=1e-6)
+    assert four_bits.unpack_ref(coded.codes_OK, "int4")[0, :4].tolist() == [0, 8, 15, 5]
+    np.testing.assert_allclose(dequantize(coded), [[-0.5, 0.3, 1]], rtol=1e-6)
+    w[0, 1] = 0.25
     coded = quantize(w, "nf4")
     assert coded.groups_CO.tolist() == [[255 + 256]]  # the second group is empty: the least scale
     np.testing.assert_allclose(dequantize(coded), [[-0.5234375, 0.24609375, 1]], rtol=1e-6)
@@ -35,6 +38,41 @@ def test_the_error_of_four_bits_is_half_a_step_of_the_group(kind, most):
         largest = np.abs(w[:, slice(group.start, group.start + four_bits.GROUP[kind])]).max(1)
         # scales of nf4 are whole numbers up to 255, of the row's largest
         assert (error[:, columns].max(1) <= most * largest + np.abs(w).max(1) / 510).all()
+
+
+def on_grids(dtype=np.float32):
+    """-> rows whose groups need 8 to 16 of the values of a step, and the codes from which they were made"""
+    draw = np.random.default_rng(5)
+    codes = np.concatenate([draw.integers(0, n + 1, (1, 256)) for n in range(8, 16)])
+    for row, n in zip(codes, range(8, 16)):
+        row[[3, 200]], row[[4, 201]] = 0, n
+    step = draw.uniform(0.01, 0.02, (8, 2)).repeat(128, 1)
+    zero = draw.integers(1, 8, (8, 2)).repeat(128, 1)
+    return ((codes - zero) * step).astype(dtype), step
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
+def test_weights_on_a_grid_keep_it(dtype):
+    """Also if the largest code is not 15; in bf16 they are only near to it. The simulator's kernel finds the same codes."""
+    w, step = on_grids(dtype)
+    coded = quantize(w, "int4")
+    off = (dequantize(coded, np.float64) - w.astype(np.float64)) / step
+    assert np.abs(off).max() < (0.04 if dtype == np.float32 else 0.08)
+    again = quantize(dequantize(coded), "int4")
+    assert np.array_equal(again.codes_OK, coded.codes_OK)
+    kernel = quantize(to_kernel(w), "int4")
+    assert np.array_equal(to_host(kernel.codes_OK), coded.codes_OK)
+    assert np.array_equal(to_host(kernel.groups_CO), coded.groups_CO)
+
+
+def test_other_weights_have_15_steps():
+    w = np.random.default_rng(6).standard_normal((300, 128)).astype(np.float32)
+    coded = quantize(w, "int4")
+    codes = four_bits.unpack_ref(coded.codes_OK, "int4")
+    assert (codes.min(1) == 0).all() and (codes.max(1) >= 14).all()
+    half = np.float32(0.5)
+    s = (half * w.max(1) - half * w.min(1)) / np.float32(15) * 2
+    assert np.array_equal(coded.scale_O, s)
 
 
 def test_the_words_of_tensor_cores():

@@ -19,7 +19,8 @@ from twins import (
     weights,
 )
 
-from xtrain import AdamW
+from xtrain import AdamW, Transformer
+from xtrain.formats.huggingface import save
 from xtrain.nn import optim
 
 LLAMA, QWEN3, QWEN2 = dict(qk_norm=False), dict(qk_norm=True), dict(qk_norm=False, qkv_bias=True)
@@ -42,6 +43,14 @@ MODELS = {
         rope_scaling=dict(rope_type="linear", factor=2.5),
     ),
     "gemma3 local": dict(QWEN3, **GEMMA3, n_kv_heads=1, head_dim=16),
+    "gemma3 heads of 256": dict(
+        QWEN3,
+        **(GEMMA3 | dict(query_pre_attn_scalar=256)),
+        full_attention_layers=(1,),
+        tie_embeddings=True,
+        n_kv_heads=1,
+        head_dim=256,
+    ),
     "linear": dict(LLAMA, rope_scaling=dict(rope_type="linear", factor=2.5)),
     "llama3": dict(LLAMA, rope_scaling=LLAMA3),
     "qwen3 llama3": dict(QWEN3, rope_scaling=LLAMA3),
@@ -67,6 +76,29 @@ def test_loss_logits_and_gradients_are_those_of_transformers(name):
         gradient = expected[parameter].grad.numpy()
         error = np.linalg.norm(ours - gradient) / np.linalg.norm(gradient)
         assert error <= 1e-4, f"{parameter}: {error:.2e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gemma3", "gemma3 heads of 256"])
+def test_gemma3_in_bf16(name, tmp_path):
+    options = dict(MODELS[name], head_dim=16) if name == "gemma3" else MODELS[name]
+    model = random_model(small(**options))
+    other = twin(model)
+    save(model, tmp_path)
+    half = Transformer.from_pretrained(tmp_path, "gpu", "bf16")
+    ids, targets = batch(model.config, 3, 37)
+    their_loss, their_logits = torch_loss(other, ids, targets)
+    their_loss.backward()
+    loss = half.loss(ids, targets)
+    loss.backward()
+    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-2)
+    theirs = their_logits.detach().numpy()
+    assert np.abs(to_host(half(ids).data).astype(np.float32) - theirs).mean() <= 2e-2 * theirs.std()
+    expected = dict(other.named_parameters())
+    for parameter, ours in gradients(half).items():
+        gradient = expected[parameter].grad.numpy()
+        error = np.linalg.norm(ours - gradient) / np.linalg.norm(gradient)
+        assert error <= 5e-2, f"{parameter}: {error:.2e}"
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "dynamic"])

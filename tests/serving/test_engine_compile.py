@@ -51,16 +51,23 @@ def launch_engine(dtypes=(np.float32, BF16)):
         for D in (8, 6):
             caches, tokens = full(1, 2, 4, D), full(2, 2, D)
             kv_cache.append_kv(caches, caches.copy(), tokens, tokens.copy(), i32(0, 0), i32(1, 2))
-        for B, H, D in ((1, 8, 64), (17, 8, 64), (1, 9, 16), (1, 1, 128)):  # few and many key heads
+        for B, H, D in (
+            (1, 8, 64),
+            (17, 8, 64),
+            (1, 9, 16),
+            (1, 1, 128),
+            (1, 4, 256),
+        ):  # few and many key heads
             decode(full, dtype, B, H, D)
         if dtype == BF16:
-            for B, H, D in ((1, 8, 64), (65, 16, 128), (1, 1, 32)):
+            for B, H, D in ((1, 8, 64), (65, 16, 128), (1, 1, 32), (1, 4, 256)):
                 decode(full, dtype, B, H, D, codes=True)
                 read_codes(full, D)
         for D, S in (
             (64, 64),
             (128, 64),
             (64, 16),
+            (256, 64),
         ):  # a tile of keys lies in one block, or in several
             caches, ends = (full(1, 1, S, D), full(1, 1, S, D)), i32(0, 3)
             where = ends, i32(0), tables(1), 3

@@ -21,8 +21,8 @@ from xtrain import AdamW, Engine, ModelConfig, Transformer, UserError
 from xtrain.device import to_device
 from xtrain.kernels.four_bits import FOUR_BITS
 from xtrain.kernels.quantize import KINDS, dense, dequantize, quantize
+from xtrain.nn.arena import arena_of
 from xtrain.nn.lora import AdaptedTransformer, Lora
-from xtrain.nn.modules import arena_of
 from xtrain.nn.optim import clip
 from xtrain.nn.quantized import linear_weights, quantize_weights
 from xtrain.options import parse
@@ -49,10 +49,16 @@ def copy_of(model, kind=Transformer, device=DEVICE, precision="fp32"):
 
 
 def round_weights(model, kind):
-    """Replace the matrices of Linear modules by what their codes stand for."""
+    """Replace the matrices of Linear modules, and what else is quantized, by what their codes stand for."""
     for _, parameter in linear_weights(model):
         parameter.data = dequantize(quantize(parameter.data, kind))
+    if quantizes_head(model, kind):
+        model.lm_head.data = dequantize(quantize(model.lm_head.data, "int8"))
     return model
+
+
+def quantizes_head(model, kind):
+    return kind in FOUR_BITS and not model.config.tie_embeddings
 
 
 # ----------------------------------------------------------------------------- a trained model
@@ -109,7 +115,8 @@ def test_perplexity_and_greedy_tokens_of_a_trained_model(trained, kind):
 # ----------------------------------------------------------------------------- every kind of model
 @pairwise({"shape": list(SHAPES), "kind": list(KINDS)})
 def test_tokens_are_those_of_the_rounded_weights(shape, kind):
-    """Any model that can be served, bit for bit on a CPU; embedding, head, norms and biases have not been rounded."""
+    """Any model that can be served, bit for bit on a CPU; embedding, norms and biases have not been rounded, and the head
+    only with weights of four bits."""
     config = SHAPES[shape]
     model = random_model(config)
     rounded, served = round_weights(copy_of(model), kind), copy_of(model)
@@ -121,7 +128,8 @@ def test_tokens_are_those_of_the_rounded_weights(shape, kind):
         assert [c.logprobs for c in found] == [c.logprobs for c in expected]
     assert all(p.quantized.kind == kind for _, p in linear_weights(served))
     assert len(linear_weights(served)) == 4 * config.n_layers
-    assert len(served.arena.parameters) == len(list(served.storage())) - 4 * config.n_layers
+    quantized = 4 * config.n_layers + quantizes_head(served, kind)
+    assert len(served.arena.parameters) == len(list(served.storage())) - quantized
     table = served.model.embed_tokens.weight.data
     assert np.array_equal(to_host(table), to_host(model.model.embed_tokens.weight.data))
     assert Engine(served, 4, weights=kind).generate(PROMPTS, **options) == found  # again: no change

@@ -21,6 +21,11 @@ CONFIGS = {
     "mistral": small(**WIDE, qk_norm=False, sliding_window=6),
     "qwen3, windows in some layers": small(**WIDE, sliding_window=6, full_attention_layers=(0,)),
     "gemma3": small(**WIDE, **GEMMA3, full_attention_layers=(1,), tie_embeddings=True),
+    "gemma3, heads of 256": small(
+        **(WIDE | GEMMA3 | dict(head_dim=256, query_pre_attn_scalar=256)),
+        full_attention_layers=(1,),
+        n_kv_heads=1,
+    ),
     "llama3 scaling": small(**WIDE, qk_norm=False, rope_scaling=LLAMA3, rope_theta=500000.0),
     "linear scaling": small(**WIDE, rope_scaling={"rope_type": "linear", "factor": 2.0}),
 }

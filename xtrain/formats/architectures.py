@@ -31,6 +31,8 @@ from ..errors import UserError
 from ..json_files import listed
 from ..rope_scalings import is_positive
 from .expert_files import KEYS, expert_shapes, fields_of_experts, keys_of_experts, one_tensor_each
+from .four_bit_files import KEY as QUANTIZATION
+from .four_bit_files import check_method
 from .rope_config import LOCAL_THETA, normalize_scaling, read_rope, without_local_rope
 from .tensor_file import Stored
 
@@ -68,7 +70,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False, None),
     "partial_rotary_factor": (1, None),
     "pretraining_tp": (1, None),
-    "quantization_config": (None,),
+    QUANTIZATION: (None,),
     "is_causal": (True, None),
 }
 
@@ -306,19 +308,16 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
     if isinstance(config, dict) and isinstance(config.get(SHAPE), dict):
         return ModelConfig.from_dict(config[SHAPE])
     architecture = architecture_of(config)
+    quantized = config.get(QUANTIZATION)
+    if isinstance(quantized, dict):
+        check_method(quantized)
+        config = config | {QUANTIZATION: None}
     unsupported = [
         f"{key} {config[key]!r}"
         for key, allowed in (ALLOWED | architecture.allowed).items()
         if key not in architecture.ignored and config.get(key, allowed[0]) not in allowed
     ]
     if unsupported:
-        quantized = config.get("quantization_config")
-        if isinstance(quantized, dict):
-            method = quantized.get("quant_method", "unknown method")
-            raise UserError(
-                f"its weights are quantized ({method}), which xtrain does not read: use the "
-                "model's unquantized weights, and quantize them with --weights int4"
-            )
         raise UserError(f"it needs {listed(unsupported)}, which xtrain does not support")
     missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:

@@ -43,6 +43,7 @@ from .architectures import (
     translate,
 )
 from .expert_files import mixtral_name
+from .four_bit_files import dequantized
 from .generation_config import FILE as GENERATION
 from .generation_config import read_generation
 from .gguf_tensors import file_of, shown, tensors_of
@@ -216,7 +217,7 @@ def _fill(model: Any, stored: dict[str, Stored]) -> None:
     """Copy the stored tensors into the model's parameters."""
     model.scales = {}
     for name, tensor in model.named_parameters():
-        values = stored[name].read_finite(tensor.dtype)
+        values = stored[name].read_finite(tensor.assigned_dtype)
         if new := tensor.shape[0] - len(values):  # tokens that the folder does not have
             values = np.concatenate([values, _new_rows(values, new)])
         tensor.data = to_device(values, model.device)
@@ -259,10 +260,14 @@ def dropout_of(folder: Path) -> str:
 
 
 def _find_tensors(folder: Path) -> dict[str, Stored]:
-    """Return {name: Stored} of model.safetensors, or of the shards in the index.
+    """Return {name: Stored} of model.safetensors, or of the shards in the index, or of a GGUF file.
 
-    Raises UserError.
+    Codes of four bits appear as the matrices that they stand for. Raises UserError.
     """
+    return dequantized(_content(folder), _tensors_in(folder))
+
+
+def _tensors_in(folder: Path) -> dict[str, Stored]:
     if (folder / WEIGHTS).is_file():
         return read_header(folder / WEIGHTS)
     if file_of(folder):

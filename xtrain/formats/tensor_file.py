@@ -25,6 +25,9 @@ from ..errors import UserError
 from ..json_files import MAX_JSON_BYTES, check_pointer, listed, parse_json, reading
 
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+INT32 = np.dtype("<i4")
+# ends of the names of tensors that may be I32: codes of four bits (four_bit_files.py)
+INTEGERS = (".qweight", ".qzeros", ".g_idx")
 BF16_INFINITY = 0x7F80  # its bits; those of NaN are larger
 BF16_MINUS_INFINITY = 0xFF80
 DTYPE_NAMES = {dtype.name: name for name, dtype in DTYPES.items()}
@@ -196,7 +199,10 @@ def _entry(path: Path, name: str, entry: Any, base: int) -> Stored:
     if not isinstance(entry, dict):
         entry = {}
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if isinstance(dtype, str) and dtype not in DTYPES:
+    dtypes = DTYPES
+    if name.endswith(INTEGERS):
+        dtypes = DTYPES | {"I32": INT32}
+    if isinstance(dtype, str) and dtype not in dtypes:
         raise UserError(
             f"{path}: {listed([name])} is stored as {listed([dtype])}, xtrain reads "
             f"{', '.join(DTYPES)}"
@@ -206,11 +212,11 @@ def _entry(path: Path, name: str, entry: Any, base: int) -> Stored:
         and all(_naturals(x) for x in (shape, offsets))
         and len(shape) <= 8
         and len(offsets) == 2
-        and offsets[1] - offsets[0] == math.prod(shape) * DTYPES[dtype].itemsize
+        and offsets[1] - offsets[0] == math.prod(shape) * dtypes[dtype].itemsize
     )
     if not valid:
         raise UserError(f"{path} is damaged: its header describes {listed([name])} wrongly")
-    return Stored(path, name, DTYPES[dtype], tuple(shape), base + offsets[0])
+    return Stored(path, name, dtypes[dtype], tuple(shape), base + offsets[0])
 
 
 def _naturals(x: Any) -> bool:

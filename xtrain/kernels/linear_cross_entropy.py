@@ -27,6 +27,7 @@ import numpy as np
 from ..device import Array
 from .cross_entropy import check_targets_on_host, cross_entropy
 from .gemm import linear_into, matmul
+from .quantize import Quantized, dense
 from .runtime.launch import FLOATS, check, check_array, check_ids, dtype_name, empty, on_host
 
 ROWS = 2048
@@ -52,7 +53,7 @@ def chunk_rows(N: int, rows: int | None = None) -> int:
 
 def linear_cross_entropy(
     x_NC: Array,
-    w_PC: Array,
+    w_PC: Array | Quantized,
     targets_N: Array,
     vocab_size: int,
     inv_count_1: Array | None,
@@ -67,7 +68,7 @@ def linear_cross_entropy(
 
     dx and dw are the gradients of inv_count sum(loss), None if not wanted.
 
-    x, w: (N, C) and (P >= vocab_size, C), both float32 or both bf16.
+    x, w: (N, C) and (P >= vocab_size, C), both float32 or both bf16; w may be quantized.
     targets: (N,) whole numbers.
     inv_count: (1,), or (N,): one factor per row; may be None if neither gradient is wanted.
     rows: the largest chunk.
@@ -81,6 +82,7 @@ def linear_cross_entropy(
     op = "linear_cross_entropy"
     check_array(op, "x", x_NC, (None, None), FLOATS)
     N, C = x_NC.shape
+    w_PC = dense(w_PC, x_NC.dtype)
     check_array(op, "w", w_PC, (None, C), (dtype_name(x_NC.dtype),))
     P = w_PC.shape[0]
     check(rows is None or rows > 0, f"{op}: {rows} rows at a time, expected at least 1")

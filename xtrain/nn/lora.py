@@ -15,7 +15,7 @@ below the other, x a^T is one product for all, and each adds to its own columns 
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -434,7 +434,7 @@ class AdaptedTransformer(Transformer):
         setattr(module, attribute, trained)
         self.copied.append(Copied(module, attribute, frozen, trained))
 
-    def _take_principal(self, ranks: Ranks, base: dict[str, Tensor]) -> None:
+    def _take_principal(self, ranks: Ranks, base: Mapping[str, Tensor]) -> None:
         """Start as PiSSA: move the largest singular values of each matrix to its adapter."""
         device = self.arena.kind[0]
         trained = dict(self.named_parameters())

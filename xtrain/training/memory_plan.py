@@ -552,17 +552,6 @@ def parameters(config: ModelConfig) -> int:
         return Transformer(config, None, "gpu").arena.weights.size
 
 
-def zero1(plan: Plan, ranks: int) -> float:
-    """Return bytes reserved on each of `ranks` GPUs that divide moments, moving average and float32
-    master weights among them (Rajbhandari et al. 2020, stage 1). In fp32 every rank keeps all
-    weights, because the forward pass reads them.
-    """
-    divided = plan.kinds["moments"] + plan.kinds.get("moving average", 0)
-    if "bf16 copy of the weights" in plan.kinds:
-        divided += plan.kinds["weights"]
-    return plan.reserved - divided * (1 - 1 / ranks)
-
-
 def largest(fits: Callable[[int], bool], most: int = 1 << 16) -> int:
     """Return the largest batch up to about `most` for which fits(batch) is True, by bisection; 0 if
     none fits."""

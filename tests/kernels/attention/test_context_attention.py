@@ -74,10 +74,17 @@ SHAPES = [  # lengths, history, H, G, D
     ([5], [20], 1, 1, 32),
     ([5], [3], 1, 1, 64),
     ([1], [9], 1, 1, 128),
+    ([3], [20], 2, 1, 256),
     ([34], [20], 1, 1, 16),  # several tiles of queries, and of keys before them
 ]
 SHAPES += (
-    [([700, 1, 90], [0, 3000, 200], 8, 2, 64), ([300, 65], [100, 0], 4, 4, 128)] if GPU else []
+    [
+        ([700, 1, 90], [0, 3000, 200], 8, 2, 64),
+        ([300, 65], [100, 0], 4, 4, 128),
+        ([300, 65], [100, 0], 4, 1, 256),
+    ]
+    if GPU
+    else []
 )
 
 
@@ -252,6 +259,24 @@ def test_planted_bugs_are_found(old, new):
             *(60, R, M, 1, 1, 16 * 16),
             np.float32(0.25),
         )
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("                cuda.syncthreads()  # all warps have read the keys\n", ""),
+        (
+            "                cuda.syncthreads()\n                add_weighted",
+            "                add_weighted",
+        ),
+    ],
+)
+def test_planted_bugs_of_wide_heads_are_found(monkeypatch, old, new):
+    """Keys and values of more than 128 channels take turns in one tile."""
+    scope = with_bug(file.make_fp32_kernel, old, new, dict(vars(file)))
+    monkeypatch.setattr(file, "make_fp32_kernel", scope["make_fp32_kernel"])
+    with pytest.raises(KernelError):
+        run(case([3], [2], 1, 1, 130), sim)
 
 
 PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line, dtype, S

@@ -102,9 +102,15 @@ SHAPES = [  # lengths, H, G, D, capacity
     ([0, 20], 4, 2, 32, 40),
     ([20, 7], 8, 1, 64, 24),
     ([20], 2, 1, 128, 24),
+    ([20], 4, 2, 256, 24),
     ([17], 9, 1, 64, 24),  # more than 8 query heads share a key head
 ]
-SHAPES += [([4000, 129, 7000], 32, 4, 64, 8192), ([5000, 1], 16, 8, 128, 5001)] if GPU else []
+if GPU:
+    SHAPES += [
+        ([4000, 129, 7000], 32, 4, 64, 8192),
+        ([5000, 1], 16, 8, 128, 5001),
+        ([3000, 1], 4, 1, 256, 3001),
+    ]
 
 
 @pytest.mark.long
@@ -275,5 +281,7 @@ def test_bad_input():
             run(bad, np.array)
     with pytest.raises(ValueError, match="float32, the GPU kernel for codes is for bf16"):
         run(replace(0, args[0].astype(np.float32)), to_kernel)
-    with pytest.raises(ValueError, match=r"head dim 16, the GPU kernels support \(32, 64, 128\)"):
+    with pytest.raises(
+        ValueError, match=r"head dim 16, the GPU kernels support \(32, 64, 128, 256\)"
+    ):
         run(code_case([3], 2, 1, 16, 8), to_kernel)

@@ -238,8 +238,8 @@ def test_bad_input():
         flash_attention_fwd(to_kernel(q), k, v, 1.0)
     with pytest.raises(ValueError, match=r"head dim 24, but bfloat16 needs one of \(16, 32, 64"):
         flash_attention_fwd(*(to_kernel(x.astype(BF16)) for x in (q, k, v)), 1.0)
-    with pytest.raises(ValueError, match="head dim 130, but float32 needs at most 128"):
-        flash_attention_fwd(*map(to_kernel, case(1, 2, 2, 1, 1, 130, dtype=np.float32)[:3]), 1.0)
+    with pytest.raises(ValueError, match="head dim 258, but float32 needs at most 256"):
+        flash_attention_fwd(*map(to_kernel, case(1, 2, 2, 1, 1, 258, dtype=np.float32)[:3]), 1.0)
     o, lse = flash_attention_fwd(q, k, v, 1.0)
     with pytest.raises(ValueError, match=r"lse has shape \(1, 4, 2\), expected \(1, 4, 3\)"):
         flash_attention_bwd(do, q, k, v, o, lse[:, :, :2].copy(), 1.0)

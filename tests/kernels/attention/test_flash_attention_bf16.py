@@ -13,15 +13,21 @@ SHAPES = [
     (1, 1, 1, 1, 1, 16, True), (1, 32, 32, 1, 1, 32, True), (1, 40, 40, 1, 1, 16, True),
     (2, 9, 41, 1, 1, 16, True), (1, 40, 13, 2, 1, 16, False),
 ]  # fmt: skip
-WIDE = [(1, 18, 34, 1, 1, 64, True), (1, 18, 20, 1, 1, 128, True), (1, 3, 5, 1, 1, 128, False)]
+WIDE = [
+    (1, 18, 34, 1, 1, 64, True),
+    (1, 18, 20, 1, 1, 128, True),
+    (1, 3, 5, 1, 1, 128, False),
+    (1, 18, 35, 2, 1, 256, True),
+]
 if GPU:
     SHAPES += [
-        (1, 517, 517, 4, 2, D, causal) for D in (16, 32, 64, 128) for causal in (True, False)
+        (1, 517, 517, 4, 2, D, causal) for D in (16, 32, 64, 128, 256) for causal in (True, False)
     ]
     SHAPES += [
         (4, 256, 256, 3, 3, 32, True),
         (1, 100, 700, 8, 1, 64, True),
         (1, 2100, 2100, 1, 1, 128, True),
+        (1, 1100, 1500, 4, 1, 256, True),
     ]
 
 
@@ -41,7 +47,7 @@ def test_bf16_kernels_are_as_exact_as_torch(shape):
 
 
 @pytest.mark.parametrize("kind", ["fwd", "dq", "dkdv"])
-@pytest.mark.parametrize("D", [16, 32, 64, 128])
+@pytest.mark.parametrize("D", [16, 32, 64, 128, 256])
 def test_every_choice_has_a_variant_for_99_kilobytes(monkeypatch, kind, D):
     monkeypatch.undo()  # the real table
     for causal in (True, False):
@@ -53,7 +59,7 @@ def test_every_choice_has_a_variant_for_99_kilobytes(monkeypatch, kind, D):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("D", [16, 32, 64, 128])
+@pytest.mark.parametrize("D", [16, 32, 64, 128, 256])
 def test_small_tiles_on_the_gpu(monkeypatch, D):
-    monkeypatch.setattr(fa, "choose", lambda kind, *rest: fa.SMALL[kind])
+    monkeypatch.setattr(fa, "choose", lambda kind, D, *rest: fa.small_tiles(kind, D))
     test_bf16_kernels_are_as_exact_as_torch((2, 200, 200, 4, 2, D, True))

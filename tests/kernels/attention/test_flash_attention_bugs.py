@@ -52,12 +52,14 @@ def planted(tmp_path, monkeypatch):
     return plant
 
 
-def errors(module, forward=True, backward=True, scale=0.3, bounds=UNBOUNDED, shape=SHAPE):
+def errors(
+    module, forward=True, backward=True, scale=0.3, bounds=UNBOUNDED, shape=SHAPE, tiles=CHOSEN
+):
     """Run the kernels. -> {output: error relative to its largest value}. Without the forward, o and lse are the exact ones."""
     B, T, S, H, G, D = shape
     shapes = (B, T, H, D), (B, S, G, D), (B, S, G, D), (B, T, H, D)
     q, k, v, do = (normal(i, *s, dtype=ml_dtypes.bfloat16) for i, s in enumerate(shapes))
-    module.choose = lambda kind, *rest: CHOSEN[kind]
+    module.choose = lambda kind, *rest: tiles[kind]
     given = [sim(x) for x in (do, q, k, v)]
     q, k, v, do = (x.astype(np.float64) for x in (q, k, v, do))
     exact_o, exact_lse = flash_attention_ref(q, k, v, scale, True, bounds)
@@ -150,6 +152,26 @@ D128_BUGS = {
     "weights of the tile to come": (D128, "scores(s, smem, own, old + BM * D)", "scores(s, smem, own, now + BM * D)", WRONG),
     "two stages instead of three": (D128, "new = int32(STAGES + 2 * STAGE)", "new = int32(STAGES)", KernelError),
 }  # fmt: skip
+
+
+TILES = "primitives.tiles"
+WIDE_BUGS = {  # heads of 256, with the tiles for 99 KB: 4 warps copy 4 rows at a time
+    "one swizzle for all steps of a copy": (TILES, "if not SAME:", "if False:"),
+    "a stage that begins inside a row": (BWD, "unit = max(128, D)", "unit = 128"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bug", WIDE_BUGS)
+def test_bugs_of_wide_heads(planted, bug):
+    file, old, new = WIDE_BUGS[bug]
+    module = planted(file, old, new)
+    passes = dict(forward=file == TILES, backward=file == BWD)
+    try:
+        found = errors(module, **passes, shape=(1, 18, 18, 1, 1, 256), tiles=module.SMALL_WIDE)
+    except KernelError:
+        return
+    assert max(found.values()) > 3e-2, found
 
 
 @pytest.mark.long

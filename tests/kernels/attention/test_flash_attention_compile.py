@@ -32,7 +32,7 @@ FP32 = {
     "dkdv": (*[BTHD] * 6, BHT, BHT, BHT, types.float32),
 }
 CHOSEN: set[tuple] = {(*key, tiles) for key, rows in TABLE.items() for tiles in rows.values()}
-SMALL = {(*key, fa.SMALL[key[0]]) for key in TABLE if key[2]}
+SMALL = {(*key, fa.small_tiles(*key[:2])) for key in TABLE if key[2]}
 ONE_OF_EACH = [(kind, D, True, TABLE[kind, D, True][None]) for kind, D in (
     ("fwd", 64), ("dq", 32), ("dkdv", 16), ("dkdv", 128),
 )]  # fmt: skip

@@ -10,10 +10,12 @@ FP32 = [
     (1, 35, 40, 1, 1, 4, True),
     (1, 9, 12, 2, 1, 3, False),
     (1, 3, 18, 1, 1, 66, True),
+    (1, 5, 18, 2, 1, 130, True),  # K and V take turns in one tile; backward by gemm_attention.py
 ]
 if GPU:
     FP32 += [
         (1, 300, 517, 4, 2, 128, True),
+        (1, 300, 517, 4, 2, 256, True),
         (1, 700, 700, 1, 1, 64, True),
         (1, 77, 50, 2, 1, 33, False),
     ]

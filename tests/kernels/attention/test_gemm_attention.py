@@ -93,7 +93,7 @@ def test_hidden_keys(window):
 
 
 def test_wide_heads_with_a_window_use_it():
-    """Heads of 130: the kernels of FlashAttention stop at 128."""
+    """Heads of 130: FlashAttention has no backward kernels for more than 128."""
     q, k, v, _ = (Tensor(to_kernel(a)) for a in case(1, 4, 4, 2, 1, 130))
     found = F.attention(q, k, v, 0.1, True, KeyBounds(2)).data
     q, k, v = (x.numpy() for x in (q, k, v))

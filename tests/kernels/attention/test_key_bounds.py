@@ -102,6 +102,8 @@ CASES = [  # dtype, wgmma, B, T, S, H, G, D, window
     (BF16, False, 1, 40, 40, 2, 1, 16, DOCUMENTS),
     (BF16, False, 1, 40, 75, 1, 1, 16, 20),
     (BF16, False, 1, 20, 20, 1, 1, 128, DOCUMENTS),
+    (BF16, False, 1, 20, 36, 2, 1, 256, 9),
+    (np.float32, False, 1, 5, 20, 2, 1, 130, 7),
     (BF16, True, 1, 70, 110, 1, 1, 64, 40),
     (BF16, True, 1, 90, 90, 1, 1, 64, DOCUMENTS),
 ]
@@ -109,7 +111,7 @@ if GPU:
     CASES += [
         (dtype, wgmma, B, T, S, 4, 2, D, window)
         for dtype, wgmma in ((np.float32, False), (BF16, False), (BF16, True))
-        for D in (64, 128)
+        for D in (64, 128, 256)
         for B, T, S, window in (
             (2, 1000, 1000, DOCUMENTS), (2, 1000, 1000, 1), (1, 700, 1300, 129), (1, 1300, 1300, 1000)
         )
@@ -158,7 +160,7 @@ def test_kernels(shape, monkeypatch, request):
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("window", [1, 7, 40])
 def test_prefill(dtype, window):
-    for D in (16, 64) if GPU else (16,):
+    for D in (16, 64, 256) if GPU else (16,):
         *arrays, longest, scale = context_case(
             [20, 3], [30, 0], *((2, 1) if GPU else (1, 1)), D, dtype, S=64 if GPU else 16
         )
@@ -174,11 +176,12 @@ def test_prefill(dtype, window):
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("window", [1, 7, 20, 100])
 def test_decoding(few_warps, dtype, window):
-    args = decode_case([0, 70, 31], 2, 1, 16, 90, dtype)
-    put = [to_kernel(a) if isinstance(a, np.ndarray) else a for a in args]
-    got = to_host(decode_attention(*put, window=window))
-    single = decode_attention(
-        *[np.array(a) if isinstance(a, np.ndarray) else a for a in args], window=window
-    )
-    exact = decode_attention_ref(*widened(args, np.float64), window)
-    assert_as_good(got, exact, single, what="o", floor=2e-6 if dtype == np.float32 else 4e-3)
+    for D in (16, 256) if GPU else (16,):
+        args = decode_case([0, 70, 31], 2, 1, D, 90, dtype)
+        put = [to_kernel(a) if isinstance(a, np.ndarray) else a for a in args]
+        got = to_host(decode_attention(*put, window=window))
+        single = decode_attention(
+            *[np.array(a) if isinstance(a, np.ndarray) else a for a in args], window=window
+        )
+        exact = decode_attention_ref(*widened(args, np.float64), window)
+        assert_as_good(got, exact, single, what="o", floor=2e-6 if dtype == np.float32 else 4e-3)

@@ -124,7 +124,9 @@ def make_product_kernel(D, MT, NT, REGISTERS):
     return product_kernel
 
 
-@pytest.mark.parametrize("D, MT, NT", [(16, 1, 2), (32, 2, 4), (64, 1, 4), (128, 1, 2)])
+@pytest.mark.parametrize(
+    "D, MT, NT", [(16, 1, 2), (32, 2, 4), (64, 1, 4), (128, 1, 2), (256, 1, 2)]
+)
 @pytest.mark.parametrize("registers", [False, True])
 def test_products(D, MT, NT, registers):
     a, b, c = (normal(i, n, D, dtype=BF16) for i, n in enumerate((16 * MT, 8 * NT, 8 * NT)))

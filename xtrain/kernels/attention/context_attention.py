@@ -24,11 +24,11 @@ blocks, nor where a prompt is cut into two prefills matter. In batch-invariant m
 training computes the same bits: flash_attention.py's kernels add in the same order. A sequence with
 a negative history is idle: o = 0.
 
-    bf16        tensor cores, with the tiles of flash_attention_table.py; D = 16, 32, 64, 128
+    bf16        tensor cores, with the tiles of flash_attention_table.py; D = 16, 32, 64, 128, 256
                 compute capability 9.0, D = 64 or 128 and S a multiple of 64 (in batch-invariant
                 mode any S): flash_attention_hopper.py's kernel, and the bits of the training
                 forward where its tiles have as many keys
-    float32     flash_attention_fp32.py's products in shared memory; any D up to 128
+    float32     flash_attention_fp32.py's products in shared memory; any D up to 256
 """
 
 import functools
@@ -156,6 +156,8 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
     R = sizes.R
     C = sizes.C
     W = sizes.W
+    V_TILE = sizes.V_TILE
+    TURNS = D > fp32.WIDE
     TILE1 = TILE + 1
     WIDTH = PAD - 1
     ROWS = fp32.ROWS
@@ -176,14 +178,13 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
             tile[r, d] = q[base + (first + r) * stride + d] if inside else float32(0.0)
 
     @device
-    def load_keys(k_tile, v_tile, k, v, pages, n0, end):
-        """Tiles of keys and values n0, n0 + 1, ...; zeros from key `end` on -> the largest entry of
+    def load_rows(tile, x, pages, n0, end):
+        """A tile of keys or values n0, n0 + 1, ...; zeros from key `end` on -> the largest entry of
         the table that was used"""
         worst = entry_of(pages, n0)
         start = start_of(worst, n0, pages)
         for i in range(cuda.threadIdx.x, TILE * WIDTH, fp32.THREADS):
             r, d = i // WIDTH, i % WIDTH
-            key = float32(0.0)
             value = float32(0.0)
             if n0 + r < end and d < D:
                 at = start + r * D + d
@@ -191,8 +192,8 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
                     entry = entry_of(pages, n0 + r)
                     at = start_of(entry, n0 + r, pages) + d
                     worst = max(entry, worst)
-                key, value = k[at], v[at]
-            k_tile[r, d], v_tile[r, d] = key, value
+                value = x[at]
+            tile[r, d] = value
         return worst
 
     @kernel(fp32.THREADS)
@@ -219,7 +220,7 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
         worst = uint32(0)
         q_s = cuda.shared.array((TILE, PAD), float32)
         k_s = cuda.shared.array((TILE, PAD), float32)
-        v_s = cuda.shared.array((TILE, PAD), float32)
+        v_s = cuda.shared.array((V_TILE, PAD), float32)
         p_s = cuda.shared.array((TILE, TILE1), float32)
         s = cuda.local.array((R, C), float32)
         acc = cuda.local.array((R, W), float32)
@@ -235,13 +236,21 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
         end = past + min(t0 + TILE, T)  # end of the keys that the block sees
         for n0 in range(first_key(edges_E, 0, t0, past) // TILE * TILE, end, TILE):
             cuda.syncthreads()  # all warps have left the previous tile
-            used = load_keys(k_s, v_s, k, v, pages, n0, end)
+            used = load_rows(k_s, k, pages, n0, end)
             worst = max(used, worst)
+            if not TURNS:
+                load_rows(v_s, v, pages, n0, end)
             cuda.syncthreads()
             dots(s, q_s, k_s)
             add_scores(p_s, s, acc, top, total, lo, t0 + past, n0, end, scale)
-            cuda.syncwarp()  # a row of p is written and read by the same half of a warp
-            add_weighted(acc, p_s, v_s)
+            if TURNS:
+                cuda.syncthreads()  # all warps have read the keys
+                load_rows(k_s, v, pages, n0, end)
+                cuda.syncthreads()
+                add_weighted(acc, p_s, k_s)
+            else:
+                cuda.syncwarp()  # a row of p is written and read by the same half of a warp
+                add_weighted(acc, p_s, v_s)
         if cuda.syncthreads_or(int32(worst >= cache_blocks)):  # o becomes NaN
             for i in range(R):
                 total[i] = NAN

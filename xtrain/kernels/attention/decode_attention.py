@@ -16,7 +16,7 @@ that it needs is not in 0 .. R - 1, o[b] = NaN, and nothing is read or written o
 
 A block reads every key and value of one key head once, for all H / G query heads that share it:
 grouped-query attention without copies. (Groups of more than 16 heads, in float32 of more than 8,
-are read several times.) A single block would be slow for a long context, and few rows would leave
+are read several times; of heads of 256, half as many.) A single block would be slow for a long context, and few rows would leave
 most of the GPU idle. So the keys of a row are split among up to 32 blocks (flash-decoding, Dao et
 al. 2023). Each block writes m, l, acc of its keys to memory. The block that finishes last, which an
 atomic counter determines, merges them in the order of the keys, so the result does not depend on
@@ -127,7 +127,7 @@ def choose(D: int, group: int, half: bool, key_heads: int) -> Config:
     Many key heads keep the memory busy anyway: small blocks hide each other's latency, and long
     splits save merging.
     """
-    heads = heads_of(half, group)
+    heads = heads_of(half, group, D)
     if key_heads <= FEW_HEADS and min(heads, group) * D <= 512:
         splits = min(parts.MAX_SPLITS, MULTIPROCESSORS // key_heads)  # no block has two items
         return Config(12 if half else 8, 1, parts.FEW_CHUNK, splits, prefetched=512)
@@ -189,15 +189,17 @@ def decode_attention_ref(
 
 
 # ----------------------------------------------------------------------------- kernel
-def heads_of(half: bool, group: int) -> int:
+def heads_of(half: bool, group: int, D: int) -> int:
     """Return the query heads of a block; on tensor cores some may be absent.
 
     half: bf16.
     group: query heads that share a key head.
+    D: width of a head. The results of all warps must fit into 48 KB of shared memory.
     """
+    wide = D > 128
     if half:
-        return 16 if group > 8 else 8
-    return min(group, 8)
+        return 16 if group > 8 and not wide else 8
+    return min(group, 4 if wide else 8)
 
 
 def make_combine(D, HEADS, WARPS):
@@ -248,7 +250,7 @@ def make_decode_kernel(
     CODES: k and v are codes, in bf16 only, and scales their scales; otherwise scales is not used.
     RELATED: rows may be successive tokens of one sequence.
     """
-    HEADS = heads_of(half, GROUP)
+    HEADS = heads_of(half, GROUP, D)
     LIVE = min(HEADS, GROUP)  # heads whose results are kept
     CHUNKS = -(-GROUP // HEADS)
     WARPS = config.warps

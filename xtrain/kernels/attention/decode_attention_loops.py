@@ -231,7 +231,8 @@ def make_load_codes(D, HEADS):
     load_v give codes / BF16_UNIT"""
     # codes of a lane's read of a key, of a value
     EACH = min(D // 4, 16)
-    VALUES = D // 8
+    VALUES = min(D // 8, 16)
+    READS = D // (8 * VALUES)
     SPAN = 4 * EACH  # of the four lanes that read a key
     BLOCKS = HEADS // 8
     K_WORDS = EACH // 4
@@ -278,15 +279,19 @@ def make_load_codes(D, HEADS):
             n = uint32(uint32(8 * m) + uint32(2) * (lane & uint32(3)))
             next_n = n + uint32(1) if n < last else last
             n = min(n, last)
-            load_of_v(even, v, start + int64(uint32(uint32(n) * uint32(D) + d)))
-            load_of_v(odd, v, start + int64(uint32(uint32(next_n) * uint32(D) + d)))
-            for j in range(V_WORDS):
-                both[0], both[1] = even[j], odd[j]
-                interleave_codes(both)
-                for i in range(2):
-                    codes_to_bf16(pairs, both[i], v)
-                    fv[2 * j + i, 2 * m] = pairs[0]
-                    fv[2 * j + i, 2 * m + 1] = pairs[1]
+            at_even = start + int64(uint32(uint32(n) * uint32(D) + d))
+            at_odd = start + int64(uint32(uint32(next_n) * uint32(D) + d))
+            for c in range(READS):
+                load_of_v(even, v, at_even + 8 * VALUES * c)
+                load_of_v(odd, v, at_odd + 8 * VALUES * c)
+                for j in range(V_WORDS):
+                    both[0], both[1] = even[j], odd[j]
+                    interleave_codes(both)
+                    for i in range(2):
+                        codes_to_bf16(pairs, both[i], v)
+                        to = 2 * (V_WORDS * c + j) + i
+                        fv[to, 2 * m] = pairs[0]
+                        fv[to, 2 * m + 1] = pairs[1]
 
     return load_q, load_k, load_v
 

@@ -33,8 +33,8 @@ Operations: 4 B H T S D forward, 2.5 times that backward; half of it if causal.
     NumPy                      the references below
     bf16, capability 9.0       flash_attention_hopper.py and its parts: wgmma and TMA, D = 64, 128
     bf16                       flash_attention_bf16.py, flash_attention_bf16_bwd*.py: mma.sync,
-                               D = 16, 32, 64, 128
-    float32                    flash_attention_fp32.py: any D up to 128; the version to read first
+                               D = 16, 32, 64, 128, 256
+    float32                    flash_attention_fp32.py: any D up to 256; the version to read first
 
 No sum uses atomics: the same input gives the same bits.
 """
@@ -68,6 +68,7 @@ from . import flash_attention_bf16_bwd_d128 as bf16_bwd_d128
 from . import flash_attention_fp32 as fp32
 from . import flash_attention_hopper as hopper
 from . import flash_attention_hopper_bwd as hopper_bwd
+from . import gemm_attention
 from .flash_attention_hopper import Gpu
 from .flash_attention_table import TABLE, Tiles
 from .key_bounds import UNBOUNDED, KeyBounds, check_bounds
@@ -92,6 +93,11 @@ SMALL = {
     "fwd": Tiles(BM=64, BN=64, warps=4, blocks=2),
     "dq": Tiles(BM=64, BN=32, warps=4, blocks=2),
     "dkdv": Tiles(BM=32, BN=64, warps=4, blocks=1),
+}
+SMALL_WIDE = {  # of heads of 256
+    "fwd": Tiles(BM=64, BN=32, warps=4, blocks=1),
+    "dq": Tiles(BM=64, BN=16, warps=4, blocks=1),
+    "dkdv": Tiles(BM=16, BN=32, warps=4, blocks=1),
 }
 
 
@@ -302,6 +308,10 @@ def _bwd_hopper(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
 
 
 def _bwd_fp32(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
+    if not fits(q):
+        _, saved = gemm_attention.attention_fwd(q, k, v, scale, causal, bounds)
+        dq[...], dk[...], _ = gemm_attention.attention_bwd(do, saved, scale, causal, dv)
+        return
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
     delta = empty(lse_BHT, (B, H, T))
@@ -386,7 +396,7 @@ def _factory(kind: str, D: int) -> tuple[Callable, Callable]:
         return bf16.make_fwd_kernel, bf16.fwd_shared_bytes
     if kind == "dq":
         return bf16_bwd.make_dq_kernel, bf16_bwd.dq_shared_bytes
-    if D == 128:
+    if D >= 128:
         return bf16_bwd_d128.make_dkdv_d128_kernel, bf16_bwd_d128.dkdv_d128_shared_bytes
     return bf16_bwd.make_dkdv_kernel, bf16_bwd.dkdv_shared_bytes
 
@@ -396,7 +406,12 @@ def choose(kind: str, D: int, T: int, causal: bool, shared: int) -> Tiles:
     that a block may use."""
     rows = TABLE[kind, D, causal].items()
     tiles = next(tiles for longest, tiles in rows if longest is None or longest >= T)
-    return tiles if _factory(kind, D)[1](D, tiles) <= shared else SMALL[kind]
+    return tiles if _factory(kind, D)[1](D, tiles) <= shared else small_tiles(kind, D)
+
+
+def small_tiles(kind: str, D: int) -> Tiles:
+    """Return tiles for heads of width D that need at most 99 KB of shared memory."""
+    return SMALL_WIDE[kind] if D > 128 else SMALL[kind]
 
 
 def use_hopper(q_BTHD: Array) -> bool:
@@ -444,8 +459,9 @@ def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal, bounds):
 
 
 def fits(q_BTHD: Array) -> bool:
-    """True if the kernels, or on the CPU the reference, support float32 heads of this width."""
-    return on_host(q_BTHD) or q_BTHD.shape[3] <= fp32.MAX_D
+    """True if forward and backward kernels, or on the CPU the references, support float32 heads of
+    this width."""
+    return on_host(q_BTHD) or q_BTHD.shape[3] <= fp32.WIDE
 
 
 def in_place(x_BTHD: Array) -> bool:

@@ -10,7 +10,7 @@ The dQ kernel runs first. It also computes delta = rowsum(dO O), which both kern
 registers where it uses it.
 
 The dK, dV kernel works on the transposes, S^T = K Q^T and dP^T = V dO^T, so P^T and dS^T already
-have the layout of a left operand. For D = 128, flash_attention_bf16_bwd_d128.py divides this work
+have the layout of a left operand. For D = 128 and 256, flash_attention_bf16_bwd_d128.py divides this work
 between two warps.
 """
 
@@ -52,9 +52,10 @@ def dq_shared_bytes(D: int, tiles: Tiles) -> int:
 def stage_elements(D: int, BM: int) -> int:
     """Elements (2 bytes) of a stage: Q, dO, and in float32 lse and delta, of BM queries.
 
-    Rounded up to a multiple of 256 bytes: primitives/tiles.py says why.
+    Rounded up to where a tile may begin: primitives/tiles.py says why.
     """
-    return 2 * BM * D + -(-4 * BM // 128) * 128
+    unit = max(128, D)
+    return 2 * BM * D + -(-4 * BM // unit) * unit
 
 
 def dkdv_shared_bytes(D: int, tiles: Tiles) -> int:

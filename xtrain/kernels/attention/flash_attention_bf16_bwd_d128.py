@@ -2,7 +2,7 @@
 dK.
 
 flash_attention.py uses this kernel instead of the dK, dV kernel of flash_attention_bf16_bwd.py for
-D = 128. There, one warp sums both: for 32 keys that needs 256 registers of a lane for the sums
+D = 128 and 256. There, one warp sums both: for 32 keys that needs 256 registers of a lane for the sums
 alone, and with only 16 keys per warp, reading shared memory takes longer than multiplying
 (primitives/tiles.py). Divided between two warps, each does two of the four products per tile of
 queries:

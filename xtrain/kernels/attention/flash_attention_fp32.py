@@ -1,4 +1,4 @@
-"""FlashAttention without tensor cores: float32, any head dim up to 128. Read this version of
+"""FlashAttention without tensor cores: float32, any head dim up to 256. Read this version of
 flash_attention.py first.
 
     block      128 threads, (y, x) = (8, 16); it owns TILE rows (queries; keys in the dK, dV kernel)
@@ -8,6 +8,9 @@ flash_attention.py first.
                16 rows have no bank conflicts
     thread     rows y, y + 8, ... and columns x, x + 16, ... of every product; the 16 lanes of a row
                are half a warp
+
+Heads of more than WIDE channels have no room for K and V at once: they take turns in one tile. There
+is no backward kernel for them; gemm_attention.py computes their gradients.
 
 Each product is a small matrix product from shared memory with its results in registers. Between the
 two products of a tile, p (or ds) passes through shared memory, because the second product needs
@@ -26,14 +29,15 @@ from .key_bounds import make_first_key, make_last_query
 ROWS = 8  # threads in y
 LANES = 16  # threads in x
 THREADS = ROWS * LANES
-MAX_D = 128
+MAX_D = 256
+WIDE = 128  # widest head of which K and V fit into shared memory together
 NEG_INF = float32(-math.inf)
 LOWEST = float32(-1e30)  # initial maximum; with -inf, -inf - -inf would be NaN
 
 
 def tile_rows(D: int) -> int:
     """Return rows of a tile for heads of width D: four tiles and the weights must fit into 48 KB of
-    shared memory."""
+    shared memory; of heads wider than WIDE, two tiles."""
     return 32 if D <= 64 else 16
 
 
@@ -46,13 +50,15 @@ class TileSizes:
     R: int  # rows of a TILE x TILE product per thread
     C: int  # its columns per thread
     W: int  # columns of a head per thread
+    V_TILE: int  # rows of the tile of V; 1, which is not used, if K and V take turns
 
 
 def tile_sizes(D: int) -> TileSizes:
     """Return the sizes for heads of width D"""
     TILE = tile_rows(D)
     W = -(-D // LANES)
-    return TileSizes(TILE, LANES * W + 1, TILE // ROWS, TILE // LANES, W)
+    V_TILE = TILE if D <= WIDE else 1
+    return TileSizes(TILE, LANES * W + 1, TILE // ROWS, TILE // LANES, W, V_TILE)
 
 
 # ----------------------------------------------------------------------------- device functions
@@ -196,6 +202,8 @@ def make_fwd_kernel(D: int, CAUSAL: bool, KIND: int = 0):
     R = sizes.R
     C = sizes.C
     W = sizes.W
+    V_TILE = sizes.V_TILE
+    TURNS = D > WIDE
     TILE1 = TILE + 1
     load_tile, store_row = make_load_store(D)
     dots, add_weighted, clear = make_products(D)
@@ -217,7 +225,7 @@ def make_fwd_kernel(D: int, CAUSAL: bool, KIND: int = 0):
         past = S - T
         q = cuda.shared.array((TILE, PAD), float32)
         k = cuda.shared.array((TILE, PAD), float32)
-        v = cuda.shared.array((TILE, PAD), float32)
+        v = cuda.shared.array((V_TILE, PAD), float32)
         p = cuda.shared.array((TILE, TILE1), float32)
         s = cuda.local.array((R, C), float32)
         acc = cuda.local.array((R, W), float32)
@@ -235,12 +243,19 @@ def make_fwd_kernel(D: int, CAUSAL: bool, KIND: int = 0):
         for n0 in range(first_key(first, b * T, t0, past) // TILE * TILE, end, TILE):
             cuda.syncthreads()  # all warps have left the previous tile
             load_tile(k, k_BSGD, b, n0, g)
-            load_tile(v, v_BSGD, b, n0, g)
+            if not TURNS:
+                load_tile(v, v_BSGD, b, n0, g)
             cuda.syncthreads()
             dots(s, q, k)
             add_scores(p, s, acc, top, total, lo, t0 + past, n0, S, scale)
-            cuda.syncwarp()  # a row of p is written and read by the same half of a warp
-            add_weighted(acc, p, v)
+            if TURNS:
+                cuda.syncthreads()  # all warps have read the keys
+                load_tile(k, v_BSGD, b, n0, g)
+                cuda.syncthreads()
+                add_weighted(acc, p, k)
+            else:
+                cuda.syncwarp()  # a row of p is written and read by the same half of a warp
+                add_weighted(acc, p, v)
         for i in range(R):
             t = t0 + y + ROWS * i
             row_total = row_sum(total[i])

@@ -54,6 +54,12 @@ TABLE: dict[tuple[str, int, bool], dict[int | None, Tiles]] = {
         512: Tiles(BM=128, BN=32, warps=4, blocks=2),
         None: Tiles(BM=128, BN=64, warps=4, blocks=2),
     },
+    ("fwd", 256, False): {
+        None: Tiles(BM=128, BN=64, warps=8, blocks=1),
+    },
+    ("fwd", 256, True): {
+        None: Tiles(BM=128, BN=64, warps=8, blocks=1),
+    },
     ("dq", 16, False): {
         None: Tiles(BM=128, BN=64, warps=4, blocks=3),
     },
@@ -86,6 +92,12 @@ TABLE: dict[tuple[str, int, bool], dict[int | None, Tiles]] = {
         512: Tiles(BM=64, BN=32, warps=4, blocks=3),
         None: Tiles(BM=128, BN=32, warps=4, blocks=2),
     },
+    ("dq", 256, False): {
+        None: Tiles(BM=128, BN=32, warps=8, blocks=1),
+    },
+    ("dq", 256, True): {
+        None: Tiles(BM=128, BN=32, warps=8, blocks=1),
+    },
     ("dkdv", 16, False): {
         None: Tiles(BM=64, BN=128, warps=4, blocks=3),
     },
@@ -112,5 +124,11 @@ TABLE: dict[tuple[str, int, bool], dict[int | None, Tiles]] = {
     ("dkdv", 128, True): {
         512: Tiles(BM=32, BN=64, warps=4, blocks=2),
         None: Tiles(BM=64, BN=128, warps=8, blocks=1),
+    },
+    ("dkdv", 256, False): {
+        None: Tiles(BM=32, BN=64, warps=8, blocks=1),
+    },
+    ("dkdv", 256, True): {
+        None: Tiles(BM=32, BN=64, warps=8, blocks=1),
     },
 }

@@ -318,12 +318,13 @@ def _simulated_ldmatrix(transpose):
             start = (int(i) ^ int(flip)) + int(more)
             m = thread.lane // 8
             _aligned16(start, site)
-            if int(flip) and thread.block.static_bytes % 256:
+            unit = 512 if int(flip) >= 128 else 256  # bytes; of rows of 256 elements, and of others
+            if int(flip) and thread.block.static_bytes % unit:
                 raise _misuse(
                     site,
                     "i ^ flip is computed on addresses, and the dynamic shared memory begins "
                     f"behind {thread.block.static_bytes} bytes of static arrays: make each of them "
-                    "a multiple of 256 bytes",
+                    f"a multiple of {unit} bytes",
                 )
             matrices[m, thread.lane % 8] = [thread.load(smem, start + j, site) for j in range(8)]
             banks[m].add(start // 8 % 8)

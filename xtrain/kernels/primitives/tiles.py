@@ -1,7 +1,8 @@
 """Tiles of bf16 in shared memory, and their products in the registers of one warp.
 
-A tile has rows of D elements and starts in shared memory at a multiple of 256 bytes. ldmatrix reads
-the same 16-byte chunk of 8 rows at a time. If the rows were stored one after the other, all 8
+A tile has rows of D elements and starts in shared memory at a multiple of 256 bytes, for D = 256 of
+512: of a row, so that left_lane's exclusive-or stays in it. ldmatrix reads the same 16-byte chunk of
+8 rows at a time. If the rows were stored one after the other, all 8
 chunks would be in the same banks of shared memory (rows of 128 bytes), and the reads would be
 serialized. So chunk c of row r is stored at index c ^ r (swizzling); D = 64:
 
@@ -38,7 +39,7 @@ from .tensor_cores import (
 )
 
 CHUNK = 8  # elements in 16 bytes
-WIDTHS = (16, 32, 64, 128)
+WIDTHS = (16, 32, 64, 128, 256)
 
 
 @functools.cache
@@ -67,7 +68,7 @@ def make_copy(D, ROWS, THREADS):
     CHUNKS = D // CHUNK
     STEP = THREADS // CHUNKS  # rows that the block copies at a time
     STEPS = -(-ROWS // STEP)
-    assert STEP % 8 == 0  # then the swizzle is the same in each step
+    SAME = STEP % 8 == 0  # the swizzle is the same in each step
     assert THREADS & (THREADS - 1) == 0
 
     @device
@@ -80,7 +81,10 @@ def make_copy(D, ROWS, THREADS):
         for i in range(STEPS):
             if ROWS % STEP == 0 or row + i * STEP < ROWS:
                 inside = row + i * STEP < valid
-                cp_async16(smem, target + i * STEP * D, x, source + i * STEP * stride, inside)
+                to = target + i * STEP * D
+                if not SAME:
+                    to = a + chunk_offset(row + i * STEP, chunk)
+                cp_async16(smem, to, x, source + i * STEP * stride, inside)
 
     return copy_tile
 
