@@ -8,6 +8,18 @@ _QWEN3 = dict(
 )
 QWEN3_06B = dict(**_QWEN3, dim=1024, n_layers=28, n_heads=16, hidden_dim=3072, tie_embeddings=True)
 QWEN3_8B = dict(**_QWEN3, dim=4096, n_layers=36, n_heads=32, hidden_dim=12288)
+LLAMA_8B = dict(  # Llama-3.1-8B
+    vocab_size=128256,
+    dim=4096,
+    n_layers=32,
+    n_heads=32,
+    n_kv_heads=8,
+    head_dim=128,
+    hidden_dim=14336,
+    norm_eps=1e-5,
+    rope_theta=5e5,
+    qk_norm=False,
+)
 LLAMA_1B = dict(  # Llama-3.2-1B
     vocab_size=128256,
     dim=2048,

@@ -1,20 +1,25 @@
 """GRPO teaches additions to a published model: reward per minute of `xtrain reinforce` and of TRL.
 
-    python bench/bench_addition.py --model FOLDER [--seconds 60] [--only xtrain trl]
+    python bench/bench_addition.py --model FOLDER [--seconds 60] [--only xtrain trl trl-bf16]
 
 FOLDER: in Hugging Face format (of a GGUF file: `xtrain export --model FILE --folder FOLDER`).
 Prompts have three solved additions of two digits and one to solve; the reward is 1 if the completion
 begins with the sum, else 0. Both train all weights on the same prompts, with the same batch, group,
 constant rate and loss (the mean over the tokens of the batch), in bf16 on a GPU, from the same
-weights: xtrain with float32 master weights in batch-invariant mode, TRL in bf16 with transformers'
-rollouts. The seconds count from the end of the first two steps, which compile. `value`: the mean
-reward of the last tenth of the steps. before, after: the share of --test other additions that are
-right at temperature 0, by xtrain's engine for both. curve: [seconds, mean reward] of ten equal parts.
+weights: xtrain with float32 master weights in batch-invariant mode, TRL with float32 weights under
+autocast (its default), and with bf16 weights (trl-bf16), both with transformers' rollouts. The
+seconds count from the end of the first two steps, which compile. `value`: the mean reward of the
+last tenth of the steps. before, after: the share of --test other additions that are right at
+temperature 0, by xtrain's engine for all. curve: [seconds, mean reward] of ten equal parts.
 """
 
+import functools
 import json
+import os
 import re
+import signal
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,13 +40,14 @@ DEVICE = resolve_device("auto")
 SOLVED = "11+12=23, 34+25=59, 47+38=85, "
 TOKENS = 4  # of a completion
 WARM_UP = 2  # steps
-STARTED = time.perf_counter()
 
 
 @dataclass
 class Options:
     model: str
-    only: list[Literal["xtrain", "trl"]] = field(default_factory=lambda: ["xtrain", "trl"])
+    only: list[Literal["xtrain", "trl", "trl-bf16"]] = field(
+        default_factory=lambda: ["xtrain", "trl", "trl-bf16"]
+    )
     seconds: float = 60.0  # of training
     batch: int = 256
     group: int = 16
@@ -54,6 +60,14 @@ class Options:
 def reward(record: dict[str, Any], completions: list[str]) -> list[float]:
     """Return 1 for a completion that begins with the sum, else 0."""
     return [score(text, record["answer"]) for text in completions]
+
+
+def stop_after(seconds: float, metrics: Path) -> None:
+    """Stop the run of this process, as Ctrl-C would, when it has trained so long after WARM_UP."""
+    while not (metrics.exists() and len(by_step(metrics, "reward")) >= WARM_UP):
+        time.sleep(0.1)
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def score(text: str, answer: str) -> float:
@@ -91,7 +105,6 @@ def by_xtrain(o: Options, data: Path, out: Path) -> tuple[Path, list[tuple[float
         device=DEVICE,
         task="bench_addition:reward",
         steps=10**6,
-        time_limit=f"{time.perf_counter() - STARTED + o.seconds + 25:.0f}",
         batch=o.batch,
         group=o.group,
         micro_batch=o.micro_batch,
@@ -105,6 +118,8 @@ def by_xtrain(o: Options, data: Path, out: Path) -> tuple[Path, list[tuple[float
         sample_every=0,
         save_every=0,
     )
+    metrics = out / "run" / "metrics.jsonl"
+    threading.Thread(target=stop_after, args=(o.seconds, metrics), daemon=True).start()
     run = reinforce(config, Console(quiet=True))
     rewards = by_step(run / "metrics.jsonl", "reward")
     seconds = by_step(run / "timing.jsonl", "seconds")
@@ -117,8 +132,10 @@ def by_step(file: Path, key: str) -> dict[int, float]:
     return {line["step"]: line[key] for line in lines if key in line}
 
 
-def by_trl(o: Options, data: Path, out: Path) -> tuple[Path, list[tuple[float, float]]]:
-    """The same by trl.GRPOTrainer."""
+def by_trl(
+    o: Options, data: Path, out: Path, weights: str = "float32"
+) -> tuple[Path, list[tuple[float, float]]]:
+    """Do the same with trl.GRPOTrainer. weights: their dtype."""
     import datasets
     import torch
     import transformers
@@ -161,7 +178,7 @@ def by_trl(o: Options, data: Path, out: Path) -> tuple[Path, list[tuple[float, f
         disable_tqdm=True,
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        o.model, dtype=torch.bfloat16, attn_implementation="sdpa"
+        o.model, dtype=weights, attn_implementation="sdpa"
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(o.model)
     trainer = trl.GRPOTrainer(
@@ -183,7 +200,8 @@ def main(o: Options) -> None:
     lines = additions(o.train + o.test)
     test = lines[o.train :]
     before = right(Path(o.model), test)
-    for name, train in (("xtrain", by_xtrain), ("trl", by_trl)):
+    by_trl_bf16 = functools.partial(by_trl, weights="bfloat16")
+    for name, train in (("xtrain", by_xtrain), ("trl", by_trl), ("trl-bf16", by_trl_bf16)):
         if name not in o.only:
             continue
         with tempfile.TemporaryDirectory() as folder:

@@ -83,7 +83,8 @@ def label(v: dict) -> str:
     words = [v["dp"]]
     if v["dp"] == "bucket":
         words += [f"{v['bucket_mb']:g} MiB", v["transport"], v["grad_comm"]]
-        words += ["ZeRO-1"] * v["zero"]
+        if v["zero"]:
+            words.append(f"ZeRO-{v['zero']}")
     return " ".join(words)
 
 
@@ -169,11 +170,13 @@ def one_variant(o, name, v, ranks):
     from xtrain.device import memory_peak_bytes
     from xtrain.nn.model import Transformer
     from xtrain.nn.optim import clip
+    from xtrain.nn.sharded_arena import Share
     from xtrain.parallel.ddp import DataParallel
     from xtrain.training.run import Run
 
     shape, _, T = model_config(name)
     n = ranks.world
+    zero = v.get("zero", 0)
     pool = cp.get_default_memory_pool()
     by_itself, first = run_alone(name, o.precision, o.batch, ranks.rank)
     pool.free_all_blocks()
@@ -181,7 +184,8 @@ def one_variant(o, name, v, ranks):
     runs = [by_itself]
     if n > 1:
         kind = kind_of(T, o.batch, n)
-        model = Transformer(shape, None, "gpu", o.precision, world=n)
+        share = Share(ranks.rank, n) if zero == 3 else None
+        model = Transformer(shape, None, "gpu", o.precision, world=n, share=share)
         for (_, p), values in zip(model.storage(), first):
             p.data = values
         corpus = SimpleNamespace(loader=lambda *_: Batches(shape, o.batch, T, ranks.rank))
@@ -197,14 +201,17 @@ def one_variant(o, name, v, ranks):
     optimizer = run.optimizer
     state = [arena.weights, arena.grads, arena.half, optimizer.m, optimizer.v]
     state += [getattr(optimizer, name, None) for name in ("master", "norms")]
-    size = arena.grads.size
+    if zero == 3:
+        for buffer in run.parallel.gathering.buffers:
+            state += [buffer.weights, buffer.grads]
+    size = arena.size
     result = dict(ms=list(ms), tokens=o.batch * n * T / ms[0] * 1e3, parameters=size)
     result["alone_ms"] = ranks.gather(float(others[0][0]) if others else ms[0])
     hyper = cp.asarray(optimizer.advance())
     factor = cp.ones(1, np.float32)
 
     def update():
-        optimizer.clip(1.0) if v.get("zero") else clip(model, 1.0)
+        optimizer.clip(1.0) if zero else clip(model, 1.0)
         optimizer.apply(hyper, factor)
 
     result["optimizer_ms"] = alone(update, ranks, o.steps)
@@ -214,7 +221,11 @@ def one_variant(o, name, v, ranks):
             run.parallel.compare_weights(optimizer, run.done)
             result["comm_ms"] = alone(lambda: communicate(run), ranks, o.steps)
             width = 2 if v.get("grad_comm") == "bf16" else 4
-            moved = arena.grads.size * width * 2 * (n - 1) / n / (1 + v.get("zero", 0))
+            moved = size * width * (n - 1) / n
+            if zero == 0:
+                moved *= 2
+            elif zero == 3:  # the weights, too, twice
+                moved *= 2 if o.precision == "bf16" else 3
             result["bus_gb_s"] = moved / result["comm_ms"] / 1e6
     result["state_bytes"] = sum(x.nbytes for x in state if x is not None) / size
     result["peak_gb"] = taken / 1e9
@@ -224,9 +235,18 @@ def one_variant(o, name, v, ranks):
 
 
 def communicate(run):
-    """Run only the collectives of one backward pass."""
+    """Run only the collectives of one backward pass, with ZeRO-3 those of a forward pass, too."""
     stage = run.parallel.stage
     collectives = run.parallel.collectives
+    if run.parallel.zero == 3:
+        layers = run.model.arena.layers
+        for unit in layers:
+            collectives.gather_shares(unit.weights, unit.master)
+        for unit in reversed(layers):
+            collectives.gather_shares(unit.weights, unit.master)
+            collectives.sum_share(unit.grads, unit.summed, False)
+        collectives.join()
+        return
     slices = stage.slices
     start = getattr(stage, "start", collectives.all_reduce)
     if run.config.dp == "flat":

@@ -17,7 +17,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from _charts import CHARTS, NOTHING, gpu_name, raced
+from _charts import CHARTS, gpu_name, raced
+from _markdown import number, table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -39,28 +40,6 @@ def latest(bench: str, per_peer: bool = True, per_gpu: bool = False) -> list[dic
         key += (record["gpu"] if per_gpu else None,)
         newest[key] = {**record, "line": i}
     return list(newest.values())
-
-
-def table(header: list[str], rows: list[list[str]], records: list[dict], count: str = "One") -> str:
-    """Return header, rows, and the machine that the records come from, as Markdown."""
-    if not rows:
-        return NOTHING
-    align = ["---"] + ["---:"] * (len(header) - 1)
-    lines = ["| " + " | ".join(cells) + " |" for cells in [header, align, *rows]]
-    return "\n".join(lines) + "\n\n" + machine(records, count)
-
-
-def machine(records: list[dict], count: str) -> str:
-    """Return the line below a table: the GPU and the dates of its records."""
-    gpus = ", ".join(sorted({r["gpu"] or "CPU" for r in records}))
-    dates = sorted({r["date"] for r in records})
-    period = " to ".join(sorted({dates[0], dates[-1]}))
-    return f"{count} {gpus}, {period}."
-
-
-def number(x: float | None, form: str = ",.0f") -> str:
-    """Return x formatted; "-" for None."""
-    return "-" if x is None else format(x, form)
 
 
 # ----------------------------------------------------------------------------- training
@@ -417,6 +396,13 @@ def simulator() -> str:
     return table(["kernel", "CUDA threads a second", "compared with"], rows, records)
 
 
+def browser() -> str:
+    """Return the table of bench_browser: sizes and times of the lessons' pages."""
+    records = latest("bench_browser")
+    rows = [[r["name"], f"{r['value']:.1f} {r['unit']}"] for r in records]
+    return table(["", "measured"], rows, records)
+
+
 def server() -> str:
     """Return the table of bench_server: the engine behind HTTP."""
     # One row per kind: the name of a Poisson load contains its rate, which depends on the machine.
@@ -547,6 +533,7 @@ TABLES = {
     "muon": muon,
     "start": start,
     "simulator": simulator,
+    "browser": browser,
     "engine-kernels": engine_kernels,
     "engine-step": engine_step,
     "compilers": compilers,

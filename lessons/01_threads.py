@@ -114,8 +114,8 @@ def add_kernel(y_n, a_n, b_n):
 
 
 # %% [markdown]
-# The next cell checks your kernel. It does not need a GPU: xtrain's **simulator** runs the kernel's
-# source on the CPU, thread by thread, and checks every memory access.
+# The check does not need a GPU: xtrain's **simulator** runs your kernel's source on the CPU, thread
+# by thread, and checks every memory access.
 
 # %%
 lesson.check("1.1", add_kernel)

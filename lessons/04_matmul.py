@@ -512,11 +512,11 @@ print(
 # column-major inside, which you can now read:
 
 # %%
-lesson.source(gemm._cublas)
+lesson.source(gemm.cublas_product)
 lesson.source(gemm.linear_fwd)
 
 # %% [markdown]
-# `matmul` calls `_cublas(out, b, a, ...)`: the operands are swapped. `beta` is 1 when the product
+# `matmul` calls `cublas_product(out, b, a, ...)`: the operands are swapped. `beta` is 1 when the product
 # is *added* to the current content of the output, so weight gradients accumulate inside the
 # product, without a separate kernel.
 #

@@ -1,5 +1,6 @@
 """Skip tests marked `gpu` on machines without a GPU; choose the number of test processes; freeze garbage collection."""
 
+import collections
 import gc
 import os
 import sys
@@ -95,11 +96,27 @@ def pytest_collection_modifyitems(config, items):
         long = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+    if hasattr(config, "workerinput"):
+        longest_files_first(items)
     if not device.gpu_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 # the mark is for speed, memory and real streams; values are tested in the simulator, too
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_configure(config):
+    # pytest-xdist would begin with the files of the most tests, whatever longest_files_first says
+    config.option.loadscopereorder = False
+
+
+def longest_files_first(items):
+    """Sort the files by the seconds that their marks promise: no process begins a long one when the others have ended."""
+    seconds = collections.Counter()
+    for item in items:
+        long = item.get_closest_marker("slow") or item.get_closest_marker("mpi")
+        seconds[item.path] += 10 if long else 0.1
+    items.sort(key=lambda item: (-seconds[item.path], item.path))
 
 
 def pytest_collection_finish():

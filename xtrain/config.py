@@ -9,7 +9,7 @@ import math
 import numbers
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from . import family
 from .rope_scalings import LARGEST, check_rope_scaling, is_positive, rope_type
@@ -376,6 +376,7 @@ class ShapeOptions:
 class TrainConfig(ShapeOptions, ParallelOptions, ExpertOptions, OptimizerOptions, RowOptions):
     """One training run on text. Defaults come from the preset; explicit options override them."""
 
+    divides_weights: ClassVar[bool] = True
     # stop at a file that cannot be read, instead of leaving it out
     strict_data: bool = False
     # vocabulary size of the tokenizer that is trained on the text; none: the preset's

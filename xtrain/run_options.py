@@ -130,6 +130,7 @@ class RunOptions:
 
     answers: ClassVar[bool] = False  # the model learns to answer: it is used in a chat
     row_texts: ClassVar[int] = 1  # sequences of seq_len tokens in a row of the batch
+    divides_weights: ClassVar[bool] = False  # does the command support --zero 3?
 
     def __post_init__(self) -> None:
         data: Any = () if self.data is None else self.data
@@ -334,8 +335,9 @@ class RowOptions(RunOptions):
 class ParallelOptions(RunOptions):
     """How several ranks share a run; without effect on one."""
 
-    # divide the optimizer state among the ranks (ZeRO-1): 1, or 0; none: 1 with --dp bucket, else 0
-    zero: Literal[0, 1] | None = None
+    # divide the optimizer state among the ranks (ZeRO-1): 1; the weights and gradients of layers,
+    # too (ZeRO-3): 3; nothing: 0; none: 1 with --dp bucket, else 0
+    zero: Literal[0, 1, 3] | None = None
     bucket_mb: float = 32.0  # size of a bucket: MiB of float32 gradients in one message
     grad_comm: Literal["fp32", "bf16"] = "fp32"  # dtype in which gradients are communicated
     # between GPUs: NCCL's kernels, or copy engines (one machine only; auto: copy where possible)
@@ -368,14 +370,36 @@ class ParallelOptions(RunOptions):
             not self.sharded or self.dp != "none",
             "--zero 1 needs the gradients of all ranks: choose another --dp than none",
         )
+        if self.zero == 3:
+            self._check_zero_3()
+
+    def _check_zero_3(self):
+        need(
+            self.divides_weights,
+            "--zero 3 is supported by xtrain train only: use --zero 1 here",
+        )
+        possible = {"dp": ("bucket",), "grad_comm": ("fp32",), "optimizer": ("adamw",)}
+        possible |= {"precision": ("auto", "fp32", "bf16"), "change": (None,), "eval_tasks": ((),)}
+        for name, values in possible.items():
+            value = getattr(self, name)
+            need(
+                value in values,
+                f"{option_name(name)} is not supported with --zero 3: leave it out, or use "
+                "--zero 1",
+            )
+
+    @property
+    def zero_stage(self) -> int:
+        """The stage of ZeRO, 0 for none. (--zero without its default.)"""
+        if self.zero is None:
+            return int(self.dp == "bucket")
+        return self.zero
 
     @property
     def sharded(self) -> bool:
-        """Is the optimizer state divided among the ranks (ZeRO-1)?
+        """Is the optimizer state divided among the ranks (ZeRO-1 and 3)?
 
         This saves memory, and time with --dp bucket: each rank updates only its shard and sends
         half the bytes.
         """
-        if self.zero is None:
-            return self.dp == "bucket"
-        return bool(self.zero)
+        return self.zero_stage > 0

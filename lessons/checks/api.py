@@ -20,7 +20,7 @@ from xtrain.errors import UserError
 from xtrain.files import cannot_write, write_whole
 from xtrain.kernels.runtime.launch import empty, launch, zeros
 
-from . import attempt, figures, padding, process, records, row_products
+from . import attempt, padding, process, records, row_products
 from .attempt import EXERCISES, Verdict
 from .machine import Machine
 from .ranks import ProcessRank, run_ranks
@@ -29,7 +29,7 @@ from .running import Runner, Wrong, load, load_attempt
 from .trace import Trace, owners, traced, tracing
 
 __all__ = [
-    "Machine", "ProcessRank", "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "load", "measure", "on_gpu", "owners",
+    "Machine", "ProcessRank", "Trace", "array", "check", "compare", "empty", "host", "launch", "load", "measure", "on_gpu", "owners",
     "padding", "record", "report", "row_products", "run_ranks", "source", "stepped", "table", "traced", "tracing", "yours", "zeros",
 ]  # fmt: skip
 
@@ -41,6 +41,13 @@ TRACKS = {  # lessons/index.md shows the same
     "Training": (5, 6, 7, 8, 9, 38, 39, 40, 15, 16, 32, 25, 26, 37, 28, 34, 45, 46),
     "Serving": (17, 18, 19, 20, 21, 22, 24, 27, 44, 29, 41, 33, 35, 36),
 }
+
+
+def __getattr__(name: str) -> Any:
+    """lesson.figures, which imports matplotlib: a check needs none, and a browser has none."""
+    if name != "figures":
+        raise AttributeError(f"xtrain.lesson has no {name}")
+    return importlib.import_module(f"{__package__}.figures")
 
 
 # ----------------------------------------------------------------------------- checks
@@ -294,11 +301,7 @@ def start(lesson: str, folder: Path | None = None, force: bool = False) -> Path:
         raise UserError(
             f"{mine} exists: continue there, or give --force to overwrite it; a copy stays"
         )
-    head = (
-        f'"""Exercises of {path.stem}: fill every gap, then run  python -m xtrain.lesson check {int(lesson)}\n\n'
-        f'The lesson: lessons/{path.stem}.ipynb, or its page on the site."""\n\n'
-    )
-    text = head + tagged(path.read_text(encoding="utf-8"), "imports", "exercise")
+    text = head(path) + tagged(path.read_text(encoding="utf-8"), "imports", "exercise")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if mine.is_file():
@@ -309,6 +312,15 @@ def start(lesson: str, folder: Path | None = None, force: bool = False) -> Path:
     except OSError as error:
         raise cannot_write(mine, error, "start in another folder") from error
     return mine
+
+
+def head(path: Path) -> str:
+    """The first lines of the reader's file of a lesson."""
+    number = int(path.stem[:2])
+    return (
+        f'"""Exercises of {path.stem}: fill every gap, then run  python -m xtrain.lesson check {number}\n\n'
+        f'The lesson: lessons/{path.stem}.ipynb, or its page on the site."""\n\n'
+    )
 
 
 def _free_name(file: Path) -> Path:

@@ -47,7 +47,7 @@ def read_safetensors(e):
     fixed = (
         {},
         {"w": a},
-        {"w": a, "b": np.arange(4)},
+        {"w": a, "b": np.arange(4, dtype=np.int64)},
         {
             "n": np.asarray(e.normal(3)).astype(np.float16),
             "w": a,

@@ -150,7 +150,8 @@ WAIT = "Set all counters to 0, wait, count, wait, and only then read them: two c
 def histogram_kernel(e):
     fixed = (64, 4, 1), (200, 10, 4), (300, 64, 2), (5, 3, 2), (0, 5, 1), (130, 1, 3)
     for n, T, grid in e.cases(fixed, lambda rng: rng.integers((100, 2, 1), (400, 40, 4))):
-        digits = e.rng.integers(0, T, n) if e.drawn else np.random.default_rng(n).integers(0, T, n)
+        rng = e.rng if e.drawn else np.random.default_rng(n)
+        digits = rng.integers(0, T, n).astype(np.intp)  # 32 bits in a browser
         before = np.arange(T) * 3 + 1
         count = sim(before.astype(np.int32))
         digit = sim(digits.astype(np.int32))

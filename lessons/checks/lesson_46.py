@@ -352,7 +352,7 @@ def balance(e):
     ]  # fmt: skip
     for _ in range(3):
         N, E = int(e.rng.integers(3, 6)), int(e.rng.integers(3, 6))
-        counts = np.bincount(e.rng.integers(0, E, 2 * N), minlength=E)
+        counts = np.bincount(e.rng.integers(0, E, 2 * N).astype(np.intp), minlength=E)
         fixed.append((e.rng.normal(size=(N, E)).round(1), counts))
     cases = [(f"logits {np.round(x, 3).tolist()}, counts {list(map(int, c))}", (np.array(x, float), np.array(c))) for x, c in fixed]  # fmt: skip
     shapes = iter([x.shape for _, (x, _) in cases])

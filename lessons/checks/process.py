@@ -166,7 +166,8 @@ class Template:
 
 
 def can_fork() -> bool:
-    return hasattr(os, "fork") and hasattr(socket, "send_fds")
+    has_names = hasattr(os, "fork") and hasattr(socket, "send_fds")
+    return has_names and sys.platform != "emscripten"  # a browser has the names only
 
 
 _template: list[Template] = []

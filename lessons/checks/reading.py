@@ -172,12 +172,15 @@ def _resolve(node, scope):
 
 
 def home_of(thing):
-    """The name of the module that defines an object."""
+    """The name of the module that defines an object. "numba" for what the simulator has in Numba's place."""
     if isinstance(thing, types.ModuleType):
-        return thing.__name__
-    thing = getattr(thing, "py_func", getattr(thing, "func", thing))
-    home = getattr(thing, "__module__", None)
-    return home if isinstance(home, str) else ""
+        home = thing.__name__
+    else:
+        thing = getattr(thing, "py_func", getattr(thing, "func", thing))
+        home = getattr(thing, "__module__", None)
+    if not isinstance(home, str):
+        return ""
+    return "numba" if home.startswith("xtrain.simulator.own_") else home
 
 
 def named_types(function) -> list[str]:

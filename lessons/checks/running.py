@@ -322,7 +322,7 @@ def time_limit():
     and this is the main thread.
     """
     if (
-        not hasattr(signal, "SIGVTALRM")
+        not hasattr(signal, "setitimer")
         or threading.current_thread() is not threading.main_thread()
     ):
         yield

@@ -135,7 +135,7 @@ def test_bytes_of_a_launch():
     assert moved(again, a, b, c, c, d, n) == 2000  # dy is overwritten
     add = elementwise.add_kernel
     assert moved(add, a, b, c, n) == 1200 and moved(add, a, a, b, n) == 1200
-    assert moved(softmax.causal_softmax_fwd_kernel, a, n) == 800
+    assert moved(softmax.causal_softmax_fwd_kernel, a, a, n) == 800  # read, and overwritten
     assert moved(embedding.make_sort_kernel(16), a, b, n) is None
     lookup = embedding.make_fwd_kernel(8, True)
     assert moved(lookup, a, array(10, 5), array(9999, 6), n) == 840

@@ -55,6 +55,7 @@ from xtrain.kernels.decoding import gemv, kv_cache
 from xtrain.kernels.experts import (
     expert_gemv,
     expert_order,
+    expert_router,
     expert_rows,
     expert_swiglu,
     grouped_product,
@@ -80,20 +81,22 @@ def launch_everything(dtype):
     ids, table = sim(np.zeros(2, np.int32)), f32(4, 4)
     key_bounds.document_bounds(ids.reshape(1, 2))
     embedding.embedding_bwd(embedding.embedding_fwd(ids, new(3, 8)), ids, f32(3, 8))
+    embedding.embedding_bwd(new(2, 8), ids, new(3, 8))
     for C in (8, 37, 1032):
         x, w = new(2, C), new(C)
         y, rstd = rmsnorm.rmsnorm_fwd(x, w, 1e-6)
         rmsnorm.rmsnorm_bwd(y, x, w, rstd, f32(C))
+        rmsnorm.rmsnorm_bwd(y, x, w, rstd, new(C), add=False)
         h, y, rstd = residual.residual_rmsnorm_fwd(x, x, w, 1e-6)
         for recompute_y in (False, True):
             residual.residual_rmsnorm_bwd(h, y, h, w, rstd, f32(C), recompute_y)
     rope.rope_bwd(rope.rope_fwd(new(2, 3, 8), table, table, T=2), table, table, T=2)
-    for w, dw in ((f32(8), f32(8)), (None, None)):
+    for w, dw in ((f32(8), f32(8)), (new(8), new(8)), (None, None)):
         shape = (new(2, 48), w, w, table, table, 4, 1, 2)
         q, k, _, rstd = qk_norm_rope.qk_norm_rope_fwd(*shape, 1e-6)
         grads = (4, 1, 2, dw, dw)
         qk_norm_rope.qk_norm_rope_bwd(
-            new(2, 48), q, k, new(2, 48), w, w, rstd, table, table, *grads
+            new(2, 48), q, k, new(2, 48), w, w, rstd, table, table, *grads, add=False
         )
     for n in (8, 37):
         bias.fill_rows(new(2, n), f32(n))
@@ -157,7 +160,12 @@ def launch_experts(new):
     """The kernels of a mixture of experts; test_grouped_product_compile.py has the wgmma version."""
     order = expert_order.expert_order(sim(np.zeros((3, 2), np.int32)), 4)
     experts = sim(np.zeros((2, 2), np.int32))
-    expert_gemv.expert_gemv(new(2, 16), f32(2, 2), experts, new(3, 16, 16), new(3, 16, 8))
+    for F in (8, 2600):
+        expert_gemv.expert_gemv(new(2, 16), f32(2, 2), experts, new(3, 2 * F, 16), new(3, 16, F))
+    for E, bias_E in ((3, None), (40, f32(40))):
+        expert_router.expert_router(
+            f32(2, 16), new(2, 16), f32(16), new(E, 16), 1e-6, 2, True, bias_E
+        )
     M, counts = order.pairs_M.size, sim(np.zeros(4, np.int32))
     load_balance.add_counts(counts, counts)
     load_balance.move_bias(f32(4), counts, 0.1)

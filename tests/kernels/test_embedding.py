@@ -133,6 +133,19 @@ def test_backward_kernel(shape, dtype):
     assert np.array_equal(to_host(dw)[untouched], dw0[untouched])
 
 
+@pytest.mark.parametrize("shape", [(9, 37, 5), (150, 264, 3)])  # one segment; several
+def test_bf16_gradient(shape):
+    """The bits of the sum in float32 from zero, rounded once; rows without an id stay."""
+    ids, _, dx, _ = case(*shape)
+    ids[ids == 1] = 0
+    for place in (np.array, to_kernel):
+        wide, dw = (place(np.zeros((shape[2], shape[1]), dtype)) for dtype in (np.float32, BF16))
+        for out in (wide, dw):
+            embedding_bwd(place(dx), place(ids), out)
+        assert np.array_equal(to_host(dw), to_host(wide).astype(BF16))
+        assert (to_host(dw)[1] == 0).all()
+
+
 def in_pieces(dx_NC, ids_N, V):
     """The documented order: SEGMENT rows at a time, then segments i, i + SLICES, ..., then the slices."""
     dw_VC = np.zeros((V, dx_NC.shape[1]), np.float32)

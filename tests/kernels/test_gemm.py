@@ -264,7 +264,7 @@ class Products:
         self.local.stream = stream
         x = SimpleNamespace(dtype=np.dtype(np.float32), strides=(64, 4), itemsize=4, shape=(16, 16), ndim=2,
                             data=SimpleNamespace(ptr=1))  # fmt: skip
-        gemm._cublas(x, x, x, False, False, 16, 16, 16, 1.0, False)
+        gemm.cublas_product(x, x, x, False, False, 16, 16, 16, 1.0, False)
 
 
 def test_products_of_two_streams_do_not_share_a_workspace(monkeypatch):

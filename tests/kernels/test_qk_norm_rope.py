@@ -150,6 +150,31 @@ def test_backward_kernel_with_heads_in_several_blocks(monkeypatch):
         make.cache_clear()
 
 
+@pytest.mark.parametrize("D", [6, 32])  # the kernels for any width, the kernels in use
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_bf16_weights_and_gradients_that_are_set(D, dtype):
+    """The bits that float32 weights give, and of the sums from zero, rounded once."""
+    N, H, G, T = 3, 2, 1, 3
+    qkv, *weights, cos, sin = case(N, H, G, D, T, dtype=dtype)
+    weights = [w.astype(BF16) for w in weights]
+    outputs = upstream(N, H, G, D, dtype)
+    for place in (np.array, to_kernel):
+        tables = [place(t) for t in (cos, sin)]
+        results = []
+        for kind in (np.float32, BF16):
+            q_w, k_w = [place(w.astype(kind)) for w in weights]
+            *qkv_parts, rstd = qk_norm_rope_fwd(place(qkv), q_w, k_w, *tables, H, G, T, EPS)
+            dqkv, dq, dk = map(place, outputs)
+            start = 0 if kind == np.float32 else np.nan
+            sums = [place(np.full(D, start).astype(kind)) for _ in range(2)]
+            norm = (place(qkv), q_w, k_w, rstd)
+            add = kind == np.float32
+            qk_norm_rope_bwd(dqkv, dq, dk, *norm, *tables, H, G, T, *sums, add=add)
+            results.append([*map(to_host, (*qkv_parts, rstd, dqkv, *sums))])
+        for expected, found in zip(*results, strict=True):
+            assert np.array_equal(expected.astype(found.dtype), found)
+
+
 def check_backward(N, H, G, D, T, dtype):
     qkv, q_w, k_w, cos, sin = case(N, H, G, D, T, dtype=dtype)
     outputs, before, p = upstream(N, H, G, D, dtype), normal(7, D), np.arange(N) % T

@@ -129,6 +129,21 @@ def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch, dtype)
     assert np.array_equal(to_host(y), to_host(rmsnorm_fwd(x, w, EPS)[0]))
 
 
+@pytest.mark.parametrize("N", [0, 5])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_dw_that_is_set(N, dtype):
+    """The bits of the sum from zero, rounded once; what dw was before does not matter."""
+    x, w, dy, _ = case(N, 37, dtype=dtype)
+    for place in (np.array, to_kernel):
+        inputs = [place(a) for a in (dy, x, w, np.ones(N, np.float32))]
+        zero, dw = place(np.zeros(37, np.float32)), place(np.full(37, np.nan, dtype))
+        dx = rmsnorm_bwd(*inputs, zero)
+        assert np.array_equal(to_host(dx), to_host(rmsnorm_bwd(*inputs, dw, add=False)))
+        assert np.array_equal(to_host(dw), to_host(zero).astype(dtype))
+    with pytest.raises(TypeError, match="dw is bfloat16"):
+        rmsnorm_bwd(dy, x, w, np.ones(N, np.float32), np.zeros(37, BF16))
+
+
 def test_against_pytorch():
     x, w, dy, _ = case(6, 40)
     tx, tw = (torch.tensor(a, requires_grad=True) for a in (x, w))

@@ -154,3 +154,19 @@ def test_bad_input():
         causal_softmax_fwd(s.astype(np.float16), 3, 1.0)
     with pytest.raises(ValueError, match="not contiguous"):
         causal_softmax_fwd(s.swapaxes(0, 1), 2, 1.0)
+
+
+@pytest.mark.parametrize("S", [9, 16, NARROW + 1])
+def test_results_in_arrays_of_their_own(S):
+    s, dp = normal(1, 1, 6, S), normal(2, 1, 6, S)
+    for to in (np.array, to_kernel):
+        kept, given = to(s), to(dp)
+        p, ds = to(np.full_like(s, np.nan)), to(np.full_like(s, np.nan))
+        assert causal_softmax_fwd(kept, 3, 0.3, p_ARS=p) is p
+        assert causal_softmax_bwd(given, p, 3, 0.3, ds_ARS=ds) is ds
+        assert np.array_equal(to_host(kept), s) and np.array_equal(to_host(given), dp)
+        expected = causal_softmax_fwd(to(s), 3, 0.3)
+        assert np.array_equal(to_host(p), to_host(expected))
+        assert np.array_equal(to_host(ds), to_host(causal_softmax_bwd(to(dp), expected, 3, 0.3)))
+    with pytest.raises(ValueError, match=r"p has shape \(1, 6\), expected \(1, 6, "):
+        causal_softmax_fwd(s, 3, 0.3, p_ARS=np.empty((1, 6), np.float32))

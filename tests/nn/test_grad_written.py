@@ -16,7 +16,8 @@ from xtrain.kernels import elementwise, gemm
 from xtrain.kernels.cross_entropy import count_targets
 from xtrain.nn import cuda_graph
 from xtrain.nn import functional as F
-from xtrain.nn.modules import Arena, Linear, RMSNorm
+from xtrain.nn.arena import Arena
+from xtrain.nn.modules import Linear, RMSNorm
 from xtrain.nn.tensor import Tensor
 from xtrain.parallel.ddp import STAGES, buckets
 

@@ -10,8 +10,9 @@ from checks import to_host
 
 from xtrain import AdamW, ModelConfig, Tensor, Transformer, UserError, config, no_grad
 from xtrain.nn import modules as nn
+from xtrain.nn.arena import ALIGN
 from xtrain.nn.model import MLP, Attention
-from xtrain.nn.modules import ALIGN, Module, Parameter
+from xtrain.nn.modules import Module, Parameter
 from xtrain.nn.optim import clip
 
 DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]

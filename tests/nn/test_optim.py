@@ -11,7 +11,7 @@ from checks import normal, to_host
 from xtrain import AdamW, ModelConfig, Tensor, Transformer, UserError
 from xtrain.device import to_device
 from xtrain.nn import modules as nn
-from xtrain.nn.modules import ALIGN
+from xtrain.nn.arena import ALIGN
 from xtrain.nn.optim import Decay, Muon, clip, learning_rate
 
 DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]

@@ -102,6 +102,7 @@ def test_calls_of_nccl(monkeypatch, bf16):
         lambda _, shape, dtype=np.float32: np.empty(shape, dtype).view(Address),
     )
     monkeypatch.setattr(collectives, "cast_into", lambda y, x: y.__setitem__(..., x))
+    monkeypatch.setattr(collectives, "add_into", lambda y, x: y.__setitem__(..., y + x))
     comm = SimpleNamespace(bcast=lambda x: "id")
     ranks = SimpleNamespace(rank=2, world=4, comm=comm)
     grads = np.arange(64, dtype=np.float32).view(Address)
@@ -119,4 +120,21 @@ def test_calls_of_nccl(monkeypatch, bf16):
         ("allGather", at(grads, 32), at(grads, 16), 8, 32, 7),
     ]
     assert order == [("side", "waits for", "main")] * 3 + [("main", "waits for", "side")]
+    order.clear()
+    calls.clear()
+    x = np.zeros(32, np.float32).view(Address)  # of ZeRO-3: this rank's part begins at 16
+    own = np.full(8, 5, np.float32).view(Address)
+    c.gather_shares(x, own)
+    assert x[16:24].tolist() == [5] * 8 and x.sum() == 40
+    mark = c.mark()
+    c.sum_share(x, own, False)
+    assert c.mark(mark) is mark
+    c.wait(mark)
+    assert calls == [
+        ("allGather", at(x, 16), at(x, 0), 8, 32, 7),
+        ("reduceScatter", at(x, 0), at(x, 16), 8, 32, 0, 7),
+    ]
+    assert order == [("side", "waits for", "main")] * 2 + [("main", "waits for", "side")]
+    c.sum_share(x, own, True)
+    assert own.tolist() == [10] * 8
     assert c.gather_1(grads[:1]).shape == (4,) and calls[-1][0] == "allGather"

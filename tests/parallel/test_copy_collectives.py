@@ -103,6 +103,8 @@ def fake_gpu(monkeypatch):
         monkeypatch.setattr(
             copy_collectives, name, lambda *arrays, f=reference: pause() or f(*arrays)
         )
+    monkeypatch.setattr(collectives, "cast_into", lambda y, x: y.__setitem__(..., x))
+    monkeypatch.setattr(collectives, "add_into", lambda y, x: y.__setitem__(..., y + x))
     monkeypatch.setattr(copy_collectives, "at_address", at_address)
     monkeypatch.setattr(copy_collectives, "cuda_driver", lambda: driver)
     monkeypatch.setattr(copy_collectives, "write", lambda address, value: ("write", address, value))
@@ -197,6 +199,89 @@ def test_every_collective_at_random(fake_gpu, size, steps, half):
         c.close()
 
     fake_gpu(World(size, 1), work)
+
+
+def without_barrier(which):
+    """-> CopyCollectives whose ZeRO-3 methods lack the n-th of their four barriers, in the order of the file"""
+
+    class Broken(copy_collectives.CopyCollectives):
+        def _call(self, name, first, *arguments):
+            self.number = first
+            getattr(copy_collectives.CopyCollectives, name)(self, *arguments)
+            self.number = -10
+
+        number = -10
+
+        def _barrier(self, stream):
+            self.number += 1
+            if self.number - 1 != which:
+                super()._barrier(stream)
+
+        def gather_shares(self, *arguments):
+            self._call("gather_shares", 0, *arguments)
+
+        def sum_share(self, *arguments):
+            self._call("sum_share", 2, *arguments)
+
+    return Broken
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("size, steps", [(2, 8), (3, 8), (4, 5)])
+def test_layers_in_turn_in_two_buffers(fake_gpu, size, steps, half):
+    """Gathers and sums of ZeRO-3: a buffer is used again as soon as the mark before it has passed."""
+    fake_gpu(World(size, 4), layers_in_turn(copy_collectives.CopyCollectives, size, steps, half))
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_no_barrier_of_them_is_superfluous(fake_gpu, monkeypatch, which):
+    monkeypatch.setattr(f"{__name__}.PATIENCE", 2.0)
+    with pytest.raises((AssertionError, TimeoutError)):
+        fake_gpu(World(3, 5), layers_in_turn(without_barrier(which), 3, 60, False))
+
+
+def layers_in_turn(copies, size, steps, half, layers=5):
+    n = 128 * size
+
+    def work(ranks):
+        arena = SimpleNamespace(grads=array(64), weights=None, half=None)
+        c = copies(ranks, arena)
+        weights = [array(n, BFLOAT16 if half else np.float32) for _ in range(2)]
+        grads = [array(n) for _ in range(2)]
+        for buffer in (*weights, *grads):
+            c.register(buffer)
+        own = slice(ranks.rank * 128, ranks.rank * 128 + 128)
+        sums = [array(128) for _ in range(layers)]
+
+        def gather(step, i):
+            if 0 <= i < layers:
+                c.gather_shares(weights[i % 2], array(128) + numbers(9 + i, step, n)[own])
+                c.wait(c.mark())
+
+        def compute(step, i):
+            for _ in range(5):
+                time.sleep(ranks.rank * 2e-4)
+                assert np.array_equal(weights[i % 2].astype(np.float32), numbers(9 + i, step, n))
+
+        for step in range(steps):
+            gather(step, 0)
+            for i in range(layers):
+                gather(step, i + 1)  # before this one computes
+                compute(step, i)
+            for i in reversed(range(layers)):
+                compute(step, i)
+                gather(step, i - 2 if i > 1 else -1)
+                for add in (False, True):
+                    grads[i % 2][...] = numbers(ranks.rank, step + i + 50 * add, n)
+                    c.sum_share(grads[i % 2], sums[i], add)
+                    c.wait(c.mark())
+            c.join()
+            for i in range(layers):
+                of = lambda at: sum(numbers(rank, at, n) for rank in range(size))[own]
+                assert np.array_equal(sums[i], of(step + i) + of(step + i + 50)), (step, i)
+        c.close()
+
+    return work
 
 
 def test_shards_cover_every_slice():

@@ -20,8 +20,8 @@ import xtrain
 from xtrain.config import ModelConfig, TrainConfig, resolve
 from xtrain.ddp import main
 from xtrain.errors import UserError
+from xtrain.nn.arena import ALIGN, arena_unit
 from xtrain.nn.model import Transformer
-from xtrain.nn.modules import ALIGN, arena_unit
 from xtrain.parallel.ddp import STAGES, buckets
 from xtrain.run_options import DP_STAGES
 from xtrain.train import train
@@ -101,6 +101,7 @@ def command(folder, **more):
     "names, n",
     [
         (["equality", "refusals", *["resume"] * SLOW], 4),
+        (["zero3"], 3),
         pytest.param(["fp8_scales"], 2, marks=only_slow),
     ],
     ids=lambda x: str(x).replace("'", ""),

@@ -18,7 +18,7 @@ from xtrain.reinforce import reinforce
 from xtrain.reinforcement import reinforce as module
 from xtrain.reinforcement.environment import Environment
 from xtrain.reinforcement.reinforce import ReinforceConfig
-from xtrain.training.run import option_changes
+from xtrain.training.option_changes import option_changes
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 STEPS = 3

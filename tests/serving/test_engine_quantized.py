@@ -21,8 +21,8 @@ from xtrain import AdamW, Engine, ModelConfig, Transformer, UserError
 from xtrain.device import to_device
 from xtrain.kernels.four_bits import FOUR_BITS
 from xtrain.kernels.quantize import KINDS, dense, dequantize, quantize
+from xtrain.nn.arena import arena_of
 from xtrain.nn.lora import AdaptedTransformer, Lora
-from xtrain.nn.modules import arena_of
 from xtrain.nn.optim import clip
 from xtrain.nn.quantized import linear_weights, quantize_weights
 from xtrain.options import parse

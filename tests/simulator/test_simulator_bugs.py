@@ -80,7 +80,7 @@ def run_softmax(planted, reduce):
     """softmax.py's kernel for long rows, with the device functions of a changed reduce.py."""
     softmax = planted("softmax")
     softmax.block_sum, softmax.block_max = reduce.block_sum, reduce.block_max
-    args = f32(2, 300), 1, np.float32(1), False
+    args = zeros(2, 300), f32(2, 300), 1, np.float32(1), False
     run(softmax.causal_softmax_fwd_kernel, 2, softmax.BLOCK, *args)
 
 
@@ -198,12 +198,17 @@ def test_two_blocks_write_one_element(planted):
 
 
 def test_neighbour_overwritten_in_place(planted):
-    old = "        s_NS[n, s] = math.exp(fmul_rn(scale, s_NS[n, s]) - top) * inverse\n    for s in range(visible + tid, S, BLOCK):\n"
+    old = "        p_NS[n, s] = math.exp(fmul_rn(scale, s_NS[n, s]) - top) * inverse\n    for s in range(visible + tid, S, BLOCK):\n"
     new = old.replace("scale, s_NS[n, s]", "scale, s_NS[n, s ^ 1]")
     module = planted("softmax", old, new)
+    x = f32(1, 300)
     with pytest.raises(RaceError) as caught:
-        run(module.causal_softmax_fwd_kernel, 1, module.BLOCK, f32(1, 300), 1, np.float32(1), False)
-    words = "thread 0 wrote s_NS[0, 0]", "thread 1 read it", "global memory"
+        run(module.causal_softmax_fwd_kernel, 1, module.BLOCK, x, x, 1, np.float32(1), False)
+    words = (
+        "thread 0 wrote p_NS",
+        "thread 1 read s_NS[0, 0], the same memory as p_NS",
+        "global memory",
+    )
     assert_reported(caught, module, "causal_softmax_fwd_kernel", *words)
 
 

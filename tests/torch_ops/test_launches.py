@@ -14,6 +14,9 @@ from torch_cases import CASES, random, with_gradients
 
 import xtrain.torch as xt
 from xtrain import device, simulator
+from xtrain.kernels import gemm as _gemm
+from xtrain.kernels.elementwise import scale_fwd
+from xtrain.kernels.primitives import last_block as _last_block
 from xtrain.kernels.primitives import tma as _tma
 from xtrain.kernels.primitives.hopper_simulated import simulated_map
 from xtrain.kernels.runtime import launch as _launch
@@ -32,7 +35,7 @@ def add_one_kernel(y, x):
     y[cuda.threadIdx.x] = x[cuda.threadIdx.x] + float32(1.0)
 
 
-# of torch_cases; the others call cuBLAS, and attention has a test of its own
+# of torch_cases; attention has a test of its own
 REPEATED = [
     "rmsnorm",
     "residual_rmsnorm",
@@ -45,6 +48,9 @@ REPEATED = [
     "embedding",
     "cross_entropy",
     "softmax",
+    "linear_cross_entropy",
+    "linear_cross_entropy_count",
+    "linear_logprobs",
 ]
 FIRST = 5 if COMPILER == "numba" else 3  # word of an array's shape
 
@@ -91,6 +97,25 @@ class Driver:
     def memcpy2d(self, target, pitch, source, source_pitch, width, rows, kind, stream):
         for i in range(rows):
             self.memcpy(target + i * pitch, source + i * source_pitch, width, kind, stream)
+
+    def gemm(self, handle, trans_a, trans_b, m, n, k, alpha, a, *layout_and_b):
+        """gemm_ex: all column-major, so in rows it is c^T = op(b)^T op(a)^T."""
+        a_type, a_lead, b, b_type, b_lead, beta, c, c_type, c_lead, *_ = layout_and_b
+        self.started.append("product")
+        if self.idle:
+            return
+
+        def rows(address, kind, lead, count, width):
+            dtype = {code: np.dtype(name) for name, code in _gemm.TYPES.items()}[kind]
+            memory = (ctypes.c_char * (lead * count * dtype.itemsize)).from_address(address)
+            return np.ndarray((count, lead), dtype, memory)[:, :width]
+
+        read = lambda x: np.frombuffer(ctypes.string_at(x, 4), np.float32)[0]
+        a = rows(a, a_type, a_lead, *((m, k) if trans_a else (k, m)))
+        b = rows(b, b_type, b_lead, *((k, n) if trans_b else (n, k)))
+        c = rows(c, c_type, c_lead, n, m)
+        options = dict(trans_a=bool(trans_b), trans_b=bool(trans_a), alpha=float(read(alpha)))
+        _gemm.matmul(c, b, a, **options, accumulate=bool(read(beta)))
 
     def argument(self, kind, words):
         """Read one argument from the parameters."""
@@ -158,10 +183,22 @@ def driver(monkeypatch):
     monkeypatch.setattr(_launch, "_plans", {})
     bindings = SimpleNamespace(CUlaunchConfig=SimpleNamespace, cuLaunchKernelEx=driver.launch_with)
     monkeypatch.setattr(_overlap, "_driver", lambda: (bindings, "overlapping", "waiting"))
+    context = _gemm._CublasContext.__new__(_gemm._CublasContext)
+    context.module = SimpleNamespace(
+        set_stream=lambda handle, stream: None,
+        set_workspace=lambda handle, address, nbytes: None,
+        gemm_ex=driver.gemm,
+    )
+    context.handle = None
+    context.multiprocessors = 132
+    context.workspaces = {STREAM: SimpleNamespace(ptr=0)}
+    monkeypatch.setattr(_gemm, "_handle", lambda device: context)
     for name in ("_captured", "_evictable", "_counters"):
         monkeypatch.setattr(_tma, name, {})
     monkeypatch.setattr(_tma, "_encode", encode)
     monkeypatch.setattr(_tma, "upload", Uploaded)
+    monkeypatch.setattr(_last_block, "upload", Uploaded)
+    monkeypatch.setattr(_last_block, "_counters", {})
     monkeypatch.setattr(_launches, "on_stream", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(_launches, "current_device", lambda: 0)
     monkeypatch.setattr(_launches, "current_stream", lambda index: STREAM)
@@ -208,7 +245,7 @@ def test_attention_with_tensor_maps(driver, monkeypatch):
 
 
 def test_another_layout_is_recorded_anew(driver, monkeypatch):
-    """Other strides, alignment, scalars and modes give other launches; the same tensor twice is not recorded."""
+    """Other strides, alignment, integers and modes give other launches; the same tensor twice is not recorded."""
     recorded = []
     usual = []
 
@@ -222,30 +259,30 @@ def test_another_layout_is_recorded_anew(driver, monkeypatch):
     y = torch.ones(8, 8)
     flat = torch.ones(80)
     for arguments in (
-        (x, y, 2.0),
-        (x + 1, y, 2.0),
-        (x, y, 3.0),
-        (x.t(), y, 3.0),
-        (flat[1:65].view(8, 8), y, 3.0),
+        (x, y, 2),
+        (x + 1, y, 2),
+        (x, y, 3),
+        (x.t(), y, 3),
+        (flat[1:65].view(8, 8), y, 3),
     ):
         run(arguments)
     plain = (True, False)
     dense = (32, 4)
     expected = [
-        (dense, 0, 2.0, plain),
-        (dense, 0, 3.0, plain),
-        ((4, 32), 0, 3.0, plain),
-        (dense, 4, 3.0, plain),
+        (dense, 0, 2, plain),
+        (dense, 0, 3, plain),
+        ((4, 32), 0, 3, plain),
+        (dense, 4, 3, plain),
     ]
     assert recorded == expected
     with batch_invariant():
-        run((x, y, 2.0))
-    assert recorded == [*expected, (dense, 0, 2.0, (True, True))] and not usual
-    run((y, y, 2.0))
+        run((x, y, 2))
+    assert recorded == [*expected, (dense, 0, 2, (True, True))] and not usual
+    run((y, y, 2))
     with _launch.observe_launches(lambda event, start: start()):
-        run((x, y, 2.0))
+        run((x, y, 2))
     monkeypatch.setattr(_launches, "current_device", lambda: 1)
-    run((x, y, 2.0))
+    run((x, y, 2))
     assert len(usual) == 3
 
 
@@ -253,13 +290,42 @@ def test_parts_of_arrays(driver):
     def launcher(x):
         y = zeros(x, (2, 16))
         launch(add_one_kernel, 1, 8, y[1:].reshape(-1)[8:], x[4:12])
+        y[:1][:, 2:5] = x[1:4].reshape(1, 3)
         return y.reshape(32)
 
     run = _launches.Repeatable(launcher, frozenset())
     run([torch.zeros(16)])
     x = torch.arange(16.0)
     (y,) = run([x])
-    assert torch.equal(y, torch.cat((torch.zeros(24), x[4:12] + 1)))
+    expected = torch.cat((torch.zeros(2), x[1:4], torch.zeros(19), x[4:12] + 1))
+    assert torch.equal(y, expected)
+
+
+def test_another_float_is_not_recorded_anew(driver, monkeypatch):
+    """Unless the launcher does something else with it than give it to a kernel."""
+    recorded = []
+
+    def launcher(x, first, factor, second):
+        recorded.append(1)
+        return scale_fwd(scale_fwd(x, second), first)
+
+    def doubled(x, factor):
+        recorded.append(factor)
+        return scale_fwd(x, 2 * factor)
+
+    x = torch.ones(8)
+    run = _launches.Repeatable(launcher, frozenset())
+    values = [run([x, a, None, b])[0][0].item() for a, b in ((2.0, 3.0), (5.0, 3.0), (0.5, 1e39))]
+    assert values == [6, 15, float("inf")] and len(recorded) == 1
+    assert run([x, 2, None, 3.0])[0][0] == 6 and len(recorded) == 2  # an integer
+    run = _launches.Repeatable(doubled, frozenset())
+    values = [run([x, a])[0][0].item() for a in (2.0, 3.0, 2.0)]
+    assert values == [4, 6, 4] and recorded[3:] == [2.0, 3.0]
+    usual = []
+    monkeypatch.setattr(_launches, "run_launcher", lambda *_: usual.append(1))
+    for i in range(_launches.MAX_VALUES + 9):
+        run([x, float(i)])
+    assert len(recorded) == 5 + _launches.MAX_VALUES - 1 and len(usual) == 8
 
 
 def test_what_depends_on_addresses_is_made_once(driver, monkeypatch):

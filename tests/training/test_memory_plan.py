@@ -16,7 +16,8 @@ from xtrain.nn.model import Transformer
 from xtrain.nn.observers import Op
 from xtrain.nn.optim import Muon
 from xtrain.training import memory_plan as memory
-from xtrain.training.memory_plan import Meter, Pool, largest, plan, planning, saved_bytes, zero1
+from xtrain.training.memory_plan import Meter, Pool, largest, plan, planning, saved_bytes
+from xtrain.training.zero_plan import zero1
 
 SMALL = ModelConfig(
     vocab_size=500, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=96, max_seq_len=32
@@ -243,14 +244,6 @@ def test_muon_and_a_moving_average():
     once = {f"{name}_kernel": shapes for name in ("momentum", "normalize", "muon_update")}
     products = {"product": 15 * shapes, "add_to_diagonal_kernel": 10 * shapes}
     assert names == {**once, **products, "adamw_kernel": 2}
-
-
-def test_zero1_divides_moments_and_masters():
-    half, full = plan(SMALL, 4, 32, "bf16"), plan(SMALL, 4, 32)
-    assert zero1(half, 1) == half.reserved
-    saved = half.reserved - zero1(half, 4)
-    assert saved == 0.75 * (half.kinds["moments"] + half.kinds["weights"])
-    assert full.reserved - zero1(full, 2) == 0.5 * full.kinds["moments"]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 100])

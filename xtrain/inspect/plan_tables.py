@@ -13,6 +13,7 @@ from ..errors import UserError
 from ..kernels.fp8 import TILE
 from ..training import memory_plan as memory
 from ..training.model_summary import describe
+from ..training.zero_plan import zero1, zero3
 
 
 def show_plan(o: Any, config: ModelConfig, batch: int, T: int, console: Console) -> None:
@@ -42,13 +43,14 @@ def show_plan(o: Any, config: ModelConfig, batch: int, T: int, console: Console)
     if o.precision == "fp8":
         precisions.append("fp8")
     console.print(_fit_table(config, batch, T, gpu_gb, options, precisions))
-    console.print(_gpus_table(gpus, plan, gpu_gb))
+    precision = "" if o.lora or o.precision == "fp8" else o.precision
+    console.print(_gpus_table(gpus, plan, gpu_gb, config, precision))
     say(
         console,
         "This is a plan, computed from the arrays that the code allocates. With several GPUs, each "
-        "has the batch above and all\n"
-        "gradients; ZeRO-1 divides moments and float32 master weights among the ranks. NCCL's "
-        "buffers are not counted.",
+        "has the batch above. ZeRO-1\n"
+        "divides moments and float32 master weights among the ranks, ZeRO-3 also weights and "
+        "gradients of the layers. NCCL's\nbuffers are not counted.",
     )
 
 
@@ -106,12 +108,25 @@ def _gb(shape, batch):
     return (plan.reserved + memory.OUTSIDE) / 1e9
 
 
-def _gpus_table(gpus: list[int], plan: memory.Plan, gpu_gb: float) -> Table:
-    table = new_table("data parallel", "GPUs", "each as now, GB", "fits", "with ZeRO-1, GB", "fits")
+def _gpus_table(
+    gpus: list[int], plan: memory.Plan, gpu_gb: float, config: ModelConfig, precision: str
+) -> Table:
+    """Return the table of several GPUs. precision: "" if ZeRO-3 is not supported."""
+    kinds = ["each as now", "with ZeRO-1"]
+    if precision:
+        kinds.append("with ZeRO-3")
+    table = new_table(
+        "data parallel", "GPUs", *(x for kind in kinds for x in (f"{kind}, GB", "fits"))
+    )
     for n in gpus:
-        sizes = [plan.reserved + memory.OUTSIDE, memory.zero1(plan, n) + memory.OUTSIDE]
-        cells = [(f"{s / 1e9:.2f}", "yes" if s <= gpu_gb * 1e9 else "no") for s in sizes]
-        table.add_row(str(n), *cells[0], *cells[1])
+        sizes: list[float] = [plan.reserved, zero1(plan, n)]
+        if precision:
+            sizes.append(zero3(plan, config, precision, n) if n > 1 else plan.reserved)
+        cells = []
+        for size in sizes:
+            size += memory.OUTSIDE
+            cells += [f"{size / 1e9:.2f}", "yes" if size <= gpu_gb * 1e9 else "no"]
+        table.add_row(str(n), *cells)
     return table
 
 

@@ -28,7 +28,7 @@ from .primitives.flat import (
 from .primitives.ptx import device, kernel
 from .runtime.compiler import cuda, float32, int64
 from .runtime.cost import declare_cost, distinct_bytes
-from .runtime.launch import FLOATS, check_array, dtype_name, empty_like, on_host
+from .runtime.launch import FLOATS, as_float32, check_array, dtype_name, empty_like, on_host
 
 
 # ----------------------------------------------------------------------------- reference
@@ -178,7 +178,7 @@ def scale_fwd(x: Array, factor: float) -> Array:
     if on_host(x):
         return scale_ref(x, factor)
     y = empty_like(x)
-    launch_flat(scale_kernel, y, x, others=(np.float32(factor),))
+    launch_flat(scale_kernel, y, x, others=(as_float32(factor),))
     return y
 
 

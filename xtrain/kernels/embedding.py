@@ -46,7 +46,7 @@ from .primitives.flat import (
     position,
     store,
 )
-from .primitives.ptx import device, kernel, wait_for_previous
+from .primitives.ptx import device, kernel, load1, store1, wait_for_previous
 from .primitives.reduce import FULL, warp_sum
 from .runtime.compiler import boolean, cuda, float32, int32, int64, uint32
 from .runtime.cost import declare_cost
@@ -483,7 +483,7 @@ def make_join_kernel(C, vectorized, overlap):
                     total = float32(0.0)
                     for s in range(SLICES):
                         total += tile[s, y, x]
-                    dw[token * C + column] += total
+                    store1(dw, token * C + column, load1(dw, token * C + column) + total)
                 cuda.syncthreads()  # the tile is free for the next token
 
     declare_cost(embedding_join_kernel, nbytes=lambda *_: None)  # it depends on the ids
@@ -552,13 +552,13 @@ def embedding_plan(ids_N: Array, V: int) -> EmbeddingPlan | None:
 def embedding_bwd(
     dx_NC: Array, ids_N: Array, dw_VC: Array, plan: EmbeddingPlan | None = None
 ) -> None:
-    """Add the gradient to dw (V, C) float32: dx (N, C) float32 or bf16, ids (N,).
+    """Add the gradient to dw (V, C): dx (N, C) and dw float32 or bf16, ids (N,).
 
-    The same bits in every run. Rows whose id does not occur stay unchanged.
+    The same bits in every run; in bf16 rounded once. Rows whose id does not occur stay unchanged.
     plan: the result of embedding_plan for these ids; None: it is computed here.
     An id outside [0, V) raises ValueError on the CPU; on the GPU it is ignored.
     """
-    check_array("embedding backward", "dw", dw_VC, (None, None))
+    check_array("embedding backward", "dw", dw_VC, (None, None), FLOATS)
     V, C = dw_VC.shape
     N = ids_N.size
     check_array("embedding backward", "dx", dx_NC, (N, C), FLOATS)
@@ -566,7 +566,7 @@ def embedding_bwd(
         kind = type(plan).__name__
         raise TypeError(f"embedding backward: plan is {kind}, pass the result of embedding_plan")
     if _check_ids(ids_N, V, dx_NC, dw_VC):
-        dw_VC += embedding_bwd_ref(dx_NC, ids_N, V)
+        np.add(dw_VC, embedding_bwd_ref(dx_NC, ids_N, V), out=dw_VC, casting="unsafe")
         return
     if not (N and V and C):
         return
@@ -576,7 +576,7 @@ def embedding_bwd(
     check(plan.V == V, f"embedding backward: the plan is for {plan.V} rows, dw has {V}")
     plan_N4 = plan.order_N4
     check_array("embedding backward", "plan", plan_N4, (N, 4), ("int32",))
-    partial = empty(dw_VC, 2 * -(-N // SEGMENT) * C)
+    partial = empty(dw_VC, 2 * -(-N // SEGMENT) * C, np.float32)
     dw = dw_VC.reshape(-1)
     dx = dx_NC.reshape(-1)
     vectorized = can_vectorize_rows(C, dw, dx, partial)

@@ -38,6 +38,7 @@ from .bias import fill_rows
 from .cast import cast_fwd
 from .quantize import Quantized, dense
 from .runtime.cost import product_cost
+from .runtime.instead import instead
 from .runtime.invariance import invariance, is_batch_invariant
 from .runtime.launch import (
     FLOATS,
@@ -117,12 +118,16 @@ def matmul(
     elif out.size:
         on_host(out, a, b)  # raises TypeError for a mixture of devices
         arguments = out, b, a, trans_b, trans_a, N, M, K, alpha, accumulate
-        if launch_observers:
+        if instead.product is not None:
+            instead.product(*arguments)
+        elif launch_observers:
             name = "product " + " x ".join(map(str, (*batch_a, M, N, K)))
             cost = functools.partial(product_cost, out, a, b)
-            show_launch(LaunchEvent(name, True, cost), functools.partial(_cublas, *arguments))
+            show_launch(
+                LaunchEvent(name, True, cost), functools.partial(cublas_product, *arguments)
+            )
         else:
-            _cublas(*arguments)
+            cublas_product(*arguments)
     return out
 
 
@@ -183,8 +188,11 @@ def release_workspace(stream: int) -> None:
             context.workspaces.pop(stream, None)
 
 
-def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
-    """Set c (m, n) to alpha op(a) (m, k) op(b) (k, n), all column-major."""
+def cublas_product(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate, stream=None):
+    """Set c (m, n) to alpha op(a) (m, k) op(b) (k, n), all column-major.
+
+    stream: the driver's handle; None: CuPy's current stream.
+    """
     types = _element_types(c, a, b)
     context = _handle(cupy().cuda.runtime.getDevice())
     cublas = context.module
@@ -193,7 +201,8 @@ def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
     nbytes = 0
     if not is_batch_invariant():
         nbytes = workspace_bytes(m, n, batch, context.multiprocessors)
-    stream = cupy().cuda.get_current_stream().ptr
+    if stream is None:
+        stream = cupy().cuda.get_current_stream().ptr
     alpha = _ONE if alpha == 1.0 else np.full(1, alpha, np.float32)
     beta = _ONE if accumulate else _ZERO
     operands = []

@@ -41,6 +41,7 @@ from .runtime.compiler import cuda, float32, int32, int64, rsqrtf, uint32
 from .runtime.cost import declare_cost
 from .runtime.launch import (
     FLOATS,
+    as_float32,
     can_overlap,
     check,
     check_array,
@@ -140,8 +141,8 @@ def qk_norm_rope_fwd_warp_kernel(
         for r in range(lane, R, 32):
             u1, u2 = load1(qkv, x + r), load1(qkv, x + r + R)
             if normalise:
-                u1 *= rstd * w_D[r]
-                u2 *= rstd * w_D[r + R]
+                u1 *= rstd * load1(w_D, r)
+                u2 *= rstd * load1(w_D, r + R)
             c, s = angle(cos_PR, sin_PR, p, r)
             store1(out, y + r, u1 * c - u2 * s)
             store1(out, y + r + R, u2 * c + u1 * s)
@@ -199,8 +200,8 @@ def qk_norm_rope_bwd_warp_kernel(
                 for r in range(lane, R, 32):
                     c, s = angle(cos_PR, sin_PR, p, r)
                     dy1, dy2 = load1(dy, y + r), load1(dy, y + r + R)
-                    acc += (dy1 * c + dy2 * s) * w_D[r] * load1(qkv, x + r)
-                    acc += (dy2 * c - dy1 * s) * w_D[r + R] * load1(qkv, x + r + R)
+                    acc += (dy1 * c + dy2 * s) * load1(w_D, r) * load1(qkv, x + r)
+                    acc += (dy2 * c - dy1 * s) * load1(w_D, r + R) * load1(qkv, x + r + R)
                 mean = warp_sum(acc) * rstd / float32(D)  # of g xhat
             for r in range(lane, R, 32):
                 c, s = angle(cos_PR, sin_PR, p, r)
@@ -210,8 +211,8 @@ def qk_norm_rope_bwd_warp_kernel(
                     xhat1, xhat2 = load1(qkv, x + r) * rstd, load1(qkv, x + r + R) * rstd
                     dw_WD[warp, r] += du1 * xhat1
                     dw_WD[warp, r + R] += du2 * xhat2
-                    du1 = rstd * (du1 * w_D[r] - xhat1 * mean)
-                    du2 = rstd * (du2 * w_D[r + R] - xhat2 * mean)
+                    du1 = rstd * (du1 * load1(w_D, r) - xhat1 * mean)
+                    du2 = rstd * (du2 * load1(w_D, r + R) - xhat2 * mean)
                 store1(dqkv, x + r, du1)
                 store1(dqkv, x + r + R, du2)
     cuda.syncthreads()  # every warp's sums are written
@@ -467,7 +468,7 @@ def qk_norm_rope_fwd(
     apart.
 
     qkv: (N, (H + 2G) D) float32 or bf16, contiguous. With G = 0 it holds the query heads alone.
-    q_w, k_w: (D,) float32, or both None: no norm.
+    q_w, k_w: (D,) float32 or bf16, or both None: no norm.
     cos, sin: (P, D / 2) float32.
     positions: row n has position n % T, or positions_N[n] if given.
 
@@ -480,7 +481,8 @@ def qk_norm_rope_fwd(
     weights: tuple[Array, ...] = (q_w_D, k_w_D) if normalise else ()
     if on_host(qkv_NP, cos_PR, sin_PR, positions, *weights):
         tables = cos_PR, sin_PR, H, G, positions
-        *qk, rstd = qk_norm_rope_ref(wide(qkv_NP), q_w_D, k_w_D, *tables, eps)
+        q_w, k_w = [wide(w) for w in weights] or (None, None)
+        *qk, rstd = qk_norm_rope_ref(wide(qkv_NP), q_w, k_w, *tables, eps)
         q, k = (x.astype(qkv_NP.dtype, copy=False) for x in qk)
         return q, k, values_of(qkv_NP, H, G, D), rstd
     q = empty(qkv_NP, (N, H, D))
@@ -493,11 +495,11 @@ def qk_norm_rope_fwd(
     fwd = make_fwd_kernel(H, G, D, elements_per_vector(qkv_NP), normalise, T == 0)
     if fwd is not None and on_16_bytes(*flat):
         grid = (-(-N // fwd.plan.tokens), fwd.plan.head_blocks)
-        launch(fwd.kernel, grid, fwd.plan.THREADS, *flat, positions, N, T, np.float32(eps))
+        launch(fwd.kernel, grid, fwd.plan.THREADS, *flat, positions, N, T, as_float32(eps))
     else:
         arrays = (*flat[:2], rstd_or_unused, flat[3], q_w, k_w, cos_PR, sin_PR, positions)
         grid = (N, -(-(H + G) // WARPS))
-        scalars = (H, G, T, np.float32(eps), normalise)
+        scalars = (H, G, T, as_float32(eps), normalise)
         launch(qk_norm_rope_fwd_warp_kernel, grid, (32, WARPS), *arrays, *scalars)
     return q, k, values_of(qkv_NP, H, G, D), rstd
 
@@ -523,12 +525,14 @@ def qk_norm_rope_bwd(
     dq_w_D: Array | None,
     dk_w_D: Array | None,
     positions_N: Array | None = None,
+    add: bool = True,
 ) -> None:
     """Write the columns of q and k of dqkv, and add to dq_w and dk_w.
 
     dqkv, qkv: (N, (H + 2G) D), dq: (N, H, D), dk: (N, G, D), one dtype. The columns of v stay
         unchanged: attention's backward writes them.
     rstd: (N, H + G), dq_w, dk_w: (D,), float32; all None without weights.
+    add: False: dq_w and dk_w, of one dtype, float32 or bf16, become the gradients.
     The other arguments as in the forward. Two runs give the same bits.
     """
     op = "qk_norm_rope backward"
@@ -537,24 +541,24 @@ def qk_norm_rope_bwd(
     check_array(op, "dq", dq_NHD, (N, H, D), (dtype_name(qkv_NP.dtype),))
     check_array(op, "dk", dk_NGD, (N, G, D), (dtype_name(qkv_NP.dtype),))
     normalise = q_w_D is not None
-    norm: tuple[Any, ...] = ()
+    norm: Any = ()
     if normalise:
         norm = (q_w_D, k_w_D, rstd_NA, dq_w_D, dk_w_D)
         check_array(op, "rstd", rstd_NA, (N, H + G))
-        check_array(op, "dq_w", dq_w_D, (D,))
-        check_array(op, "dk_w", dk_w_D, (D,))
+        check_array(op, "dq_w", dq_w_D, (D,), FLOATS[: 1 if add else 2])
+        check_array(op, "dk_w", dk_w_D, (D,), (dtype_name(norm[3].dtype),))
     positions, T = positions_for(op, qkv_NP, cos_PR, positions_N, T)
     gradients = (dqkv_NP, dq_NHD, dk_NGD)
     tables = (cos_PR, sin_PR, positions)
     if on_host(*gradients, qkv_NP, *tables, *norm):
         dqkv, dq, dk, qkv = map(wide, (*gradients, qkv_NP))
-        weights = (q_w_D, k_w_D, rstd_NA)
-        dq_w, dk_w = qk_norm_rope_bwd_ref(dqkv, dq, dk, qkv, *weights, *tables)
+        q_w, k_w = [wide(w) for w in norm[:2]] or (None, None)
+        dq_w, dk_w = qk_norm_rope_bwd_ref(dqkv, dq, dk, qkv, q_w, k_w, rstd_NA, *tables)
         if dqkv is not dqkv_NP:
             dqkv_NP[...] = dqkv
         if normalise:
-            dq_w_D += dq_w
-            dk_w_D += dk_w
+            for sums, dw in zip(norm[3:], (dq_w, dk_w)):
+                sums[...] = sums + dw if add else dw
         return
     q_w, k_w, rstd = norm[:3] or (cos_PR.reshape(-1), cos_PR.reshape(-1), cos_PR)  # no None
     flat = [x.reshape(-1) for x in (*gradients, qkv_NP)]
@@ -574,8 +578,8 @@ def qk_norm_rope_bwd(
         partial = empty(qkv_NP, (grid[0] * head_blocks, 2 * D), np.float32)
         arrays = (*flat[1:], q_w, k_w, rstd, *tables, N, H, G, T, normalise)
         launch(qk_norm_rope_bwd_warp_kernel, grid, (32, WARPS), flat[0], partial, *arrays)
-    if normalise and N:
-        add_column_sums(partial, dq_w_D, dk_w_D)
+    if normalise and (N or not add):
+        add_column_sums(partial, dq_w_D, dk_w_D, add)
 
 
 def _check(op, qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G):
@@ -587,6 +591,6 @@ def _check(op, qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G):
     check_array(op, "qkv", qkv_NP, (None, (H + 2 * G) * D), FLOATS)
     check((q_w_D is None) == (k_w_D is None), f"{op}: give both norm weights or none")
     if q_w_D is not None:
-        check_array(op, "q_w", q_w_D, (D,))
-        check_array(op, "k_w", k_w_D, (D,))
+        check_array(op, "q_w", q_w_D, (D,), FLOATS)
+        check_array(op, "k_w", k_w_D, (D,), (dtype_name(q_w_D.dtype),))
     return qkv_NP.shape[0], D

@@ -27,6 +27,7 @@ from .runtime.compiler import cuda, float32, int64, rsqrtf
 from .runtime.invariance import is_batch_invariant
 from .runtime.launch import (
     FLOATS,
+    as_float32,
     can_overlap,
     check,
     check_array,
@@ -141,7 +142,7 @@ def residual_rmsnorm_fwd(
     variant = few and not exact, few and exact, overlap
     fwd = make_fwd_kernel(C, elements_per_vector(x_NC, r_NC), aligned, *variant)
     h, y, x, r = (a.reshape(-1) for a in (h_NC, y_NC, x_NC, r_NC))
-    arguments = (h, y, rstd_N, x, r, w_C, np.float32(eps))
+    arguments = (h, y, rstd_N, x, r, w_C, as_float32(eps))
     launch(fwd.kernel, -(-N // fwd.plan.R), fwd.plan.THREADS, *arguments, overlap=overlap)
     return h_NC, y_NC, rstd_N
 
@@ -154,12 +155,13 @@ def residual_rmsnorm_bwd(
     rstd_N: Array,
     dw_C: Array,
     recompute_y: bool = False,
+    add: bool = True,
 ) -> Array:
     """Return dx (N, C) in the dtype of dy: the gradient of x and of r.
 
-    Adds dw to dw_C (C,) float32. dy, h: (N, C), w: (C,), rstd: (N,).
+    Adds dw to dw_C (C,) float32; add: as in rmsnorm_bwd. dy, h: (N, C), w: (C,), rstd: (N,).
     dh: (N, C), like dy: the gradient of h through the residual stream; None if h has no other use.
     recompute_y: also **overwrite dy with y**, so that the matrix product that uses y need not save
     it.
     """
-    return rmsnorm_bwd(dy_NC, h_NC, w_C, rstd_N, dw_C, dh_NC, recompute_y)
+    return rmsnorm_bwd(dy_NC, h_NC, w_C, rstd_N, dw_C, dh_NC, recompute_y, add)

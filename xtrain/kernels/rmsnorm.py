@@ -37,6 +37,7 @@ from .runtime.compiler import cuda, float32, int32, int64, rsqrtf, uint32
 from .runtime.cost import declare_cost
 from .runtime.launch import (
     FLOATS,
+    as_float32,
     can_overlap,
     check,
     check_array,
@@ -263,7 +264,7 @@ def rmsnorm_fwd(x_NC: Array, w_C: Array, eps: float, dtype=None) -> tuple[Array,
     y = y_NC.reshape(-1)
     x = x_NC.reshape(-1)
     plan = fwd.plan
-    launch(fwd.kernel, -(-N // plan.R), plan.THREADS, y, rstd_N, x, w_C, np.float32(eps))
+    launch(fwd.kernel, -(-N // plan.R), plan.THREADS, y, rstd_N, x, w_C, as_float32(eps))
     return y_NC, rstd_N
 
 
@@ -275,10 +276,12 @@ def rmsnorm_bwd(
     dw_C: Array,
     skip_NC: Array | None = None,
     recompute_y: bool = False,
+    add: bool = True,
 ) -> Array:
     """Return dx (N, C) in the dtype of dy, plus `skip` if given; add dw to dw_C (C,) float32.
 
     dy, x: (N, C), w: (C,), rstd: (N,). x may have another dtype than dy.
+    add: False: dw_C, float32 or bf16, becomes dw.
     skip: (N, C), like dy: the gradient that reaches x around the norm.
     recompute_y: also **overwrite dy with y**; for float32 x these are the bits that the forward
     pass gave in dy's dtype. Two runs give the same bits.
@@ -289,7 +292,7 @@ def rmsnorm_bwd(
     check_array(op, "dy", dy_NC, (N, C), FLOATS)
     check_array(op, "w", w_C, (C,), FLOATS)
     check_array(op, "rstd", rstd_N, (N,))
-    check_array(op, "dw", dw_C, (C,))
+    check_array(op, "dw", dw_C, (C,), FLOATS[: 1 if add else 2])
     if skip_NC is not None:
         check_array(op, "skip", skip_NC, (N, C), (dtype_name(dy_NC.dtype),))
     check(C > 0, f"{op}: rows of {C} columns have no mean")
@@ -297,7 +300,7 @@ def rmsnorm_bwd(
         x = wide(x_NC)
         w = wide(w_C)
         dx_NC, dw = rmsnorm_bwd_ref(wide(dy_NC), x, w, rstd_N)
-        dw_C += dw
+        dw_C[...] = dw_C + dw if add else dw
         if recompute_y:
             dy_NC[...] = x * rstd_N[:, None] * w
         if skip_NC is not None:
@@ -313,6 +316,6 @@ def rmsnorm_bwd(
     partial_PC = empty(x_NC, (P, C), np.float32)
     flat = (a.reshape(-1) for a in (dx_NC, partial_PC, *arrays))
     launch(bwd.kernel, P, bwd.plan.THREADS, *flat, w_C, rstd_N)
-    if P:
-        add_column_sums(partial_PC, dw_C)
+    if P or not add:
+        add_column_sums(partial_PC, dw_C, add=add)
     return dx_NC

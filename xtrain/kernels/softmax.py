@@ -1,4 +1,4 @@
-"""Causal softmax of attention scores, in place, with scale and mask.   s, p, dp, ds: (A, R, S)
+"""Causal softmax of attention scores, with scale and mask.   s, p, dp, ds: (A, R, S)
 
 A is the batch of attention's matrix products (sequence, key head). Its R = rep T rows are rep query
 heads of T positions each, so row i has position t = i % T. It attends to the keys s <= t + (S - T):
@@ -29,7 +29,7 @@ from .primitives.rows import make_sharing, row_plan
 from .primitives.tensor_cores import exp2, fmax
 from .runtime.compiler import cuda, float32, fmul_rn, int32, int64
 from .runtime.cost import declare_cost
-from .runtime.launch import check, check_array, launch, on_host
+from .runtime.launch import as_float32, check, check_array, dtype_name, launch, on_host
 
 BLOCK = 256
 WARPS = BLOCK // 32
@@ -64,6 +64,11 @@ def causal_softmax_bwd_ref(dp_ARS, p_ARS, T, scale, causal=True):
     return ds_ARS
 
 
+def _bytes_moved(*args):
+    """Return the bytes of the arrays of a launch: the result counts also where it overwrites."""
+    return sum(a.nbytes for a in args if not isinstance(a, np.generic))
+
+
 # ---------------------------------------------------------------------------- kernels for any width
 @cuda.jit(device=True)
 def online_softmax(x, m, total):
@@ -82,8 +87,11 @@ def visible_keys(row, T, S, causal):
 
 
 @cuda.jit
-def causal_softmax_fwd_warp_kernel(s_NS, T, scale, causal):
-    """Grid ceil(N / WARPS), block BLOCK, N = A R. A warp owns a row, lane l keys l, l + 32, ..."""
+def causal_softmax_fwd_warp_kernel(p_NS, s_NS, T, scale, causal):
+    """Grid ceil(N / WARPS), block BLOCK, N = A R. A warp owns a row, lane l keys l, l + 32, ...
+
+    p may be s.
+    """
     n = int64(cuda.blockIdx.x) * WARPS + cuda.threadIdx.x // 32
     lane = cuda.threadIdx.x % 32
     N, S = s_NS.shape
@@ -96,14 +104,17 @@ def causal_softmax_fwd_warp_kernel(s_NS, T, scale, causal):
     top = warp_max(m)
     inverse = float32(1.0) / warp_sum(total * math.exp(m - top))
     for s in range(lane, visible, 32):  # a lane overwrites only what it has read itself
-        s_NS[n, s] = math.exp(fmul_rn(scale, s_NS[n, s]) - top) * inverse
+        p_NS[n, s] = math.exp(fmul_rn(scale, s_NS[n, s]) - top) * inverse
     for s in range(visible + lane, S, 32):
-        s_NS[n, s] = float32(0.0)
+        p_NS[n, s] = float32(0.0)
 
 
 @cuda.jit
-def causal_softmax_fwd_kernel(s_NS, T, scale, causal):
-    """Grid N, block BLOCK. Block n owns row n, thread tid the keys tid, tid + BLOCK, ..."""
+def causal_softmax_fwd_kernel(p_NS, s_NS, T, scale, causal):
+    """Grid N, block BLOCK. Block n owns row n, thread tid the keys tid, tid + BLOCK, ...
+
+    p may be s.
+    """
     n = int64(cuda.blockIdx.x)
     tid = cuda.threadIdx.x
     S = s_NS.shape[1]
@@ -115,14 +126,17 @@ def causal_softmax_fwd_kernel(s_NS, T, scale, causal):
     top = block_max(m, partial)
     inverse = float32(1.0) / block_sum(total * math.exp(m - top), partial)
     for s in range(tid, visible, BLOCK):
-        s_NS[n, s] = math.exp(fmul_rn(scale, s_NS[n, s]) - top) * inverse
+        p_NS[n, s] = math.exp(fmul_rn(scale, s_NS[n, s]) - top) * inverse
     for s in range(visible + tid, S, BLOCK):
-        s_NS[n, s] = float32(0.0)
+        p_NS[n, s] = float32(0.0)
 
 
 @cuda.jit
-def causal_softmax_bwd_warp_kernel(dp_NS, p_NS, T, scale, causal):
-    """Grid ceil(N / WARPS), block BLOCK. A warp owns a row; dp is not read where it is masked."""
+def causal_softmax_bwd_warp_kernel(ds_NS, dp_NS, p_NS, T, scale, causal):
+    """Grid ceil(N / WARPS), block BLOCK. A warp owns a row; dp is not read where it is masked.
+
+    ds may be dp.
+    """
     n = int64(cuda.blockIdx.x) * WARPS + cuda.threadIdx.x // 32
     lane = cuda.threadIdx.x % 32
     N, S = p_NS.shape
@@ -134,14 +148,14 @@ def causal_softmax_bwd_warp_kernel(dp_NS, p_NS, T, scale, causal):
         acc += dp_NS[n, s] * p_NS[n, s]
     dot = warp_sum(acc)
     for s in range(lane, visible, 32):
-        dp_NS[n, s] = scale * p_NS[n, s] * (dp_NS[n, s] - dot)
+        ds_NS[n, s] = scale * p_NS[n, s] * (dp_NS[n, s] - dot)
     for s in range(visible + lane, S, 32):
-        dp_NS[n, s] = float32(0.0)
+        ds_NS[n, s] = float32(0.0)
 
 
 @cuda.jit
-def causal_softmax_bwd_kernel(dp_NS, p_NS, T, scale, causal):
-    """Grid N, block BLOCK. Block n owns row n."""
+def causal_softmax_bwd_kernel(ds_NS, dp_NS, p_NS, T, scale, causal):
+    """Grid N, block BLOCK. Block n owns row n. ds may be dp."""
     n = int64(cuda.blockIdx.x)
     tid = cuda.threadIdx.x
     S = p_NS.shape[1]
@@ -152,9 +166,9 @@ def causal_softmax_bwd_kernel(dp_NS, p_NS, T, scale, causal):
         acc += dp_NS[n, s] * p_NS[n, s]
     dot = block_sum(acc, partial)
     for s in range(tid, visible, BLOCK):
-        dp_NS[n, s] = scale * p_NS[n, s] * (dp_NS[n, s] - dot)
+        ds_NS[n, s] = scale * p_NS[n, s] * (dp_NS[n, s] - dot)
     for s in range(visible + tid, S, BLOCK):
-        dp_NS[n, s] = float32(0.0)
+        ds_NS[n, s] = float32(0.0)
 
 
 # ------------------------------------------------------------- kernels in use: the row in registers
@@ -181,8 +195,8 @@ def make_fwd_kernel(W, STEPS, R):
     STRIDE = 32 * W * VEC_SIZE
 
     @kernel(32 * W * R)
-    def causal_softmax_fwd_row_kernel(s, N, S, T, scale, causal):
-        """Grid ceil(N / R), block 32 W R. s: flat (N S)."""
+    def causal_softmax_fwd_row_kernel(p, s, N, S, T, scale, causal):
+        """Grid ceil(N / R), block 32 W R. p, s: flat (N S). p may be s."""
         row, column = row_and_column()
         n = int64(cuda.blockIdx.x) * R + row
         if n >= N:  # the same for all threads of a row
@@ -210,9 +224,9 @@ def make_fwd_kernel(W, STEPS, R):
             if column + k * STRIDE < S:
                 for j in range(VEC_SIZE):
                     x_KE[k, j] *= inverse
-                store4(s, n * S + column + k * STRIDE, x_KE[k])
+                store4(p, n * S + column + k * STRIDE, x_KE[k])
 
-    declare_cost(causal_softmax_fwd_row_kernel, in_place=("s",))
+    declare_cost(causal_softmax_fwd_row_kernel, nbytes=_bytes_moved)
     return causal_softmax_fwd_row_kernel
 
 
@@ -223,8 +237,8 @@ def make_bwd_kernel(W, STEPS, R):
     STRIDE = 32 * W * VEC_SIZE
 
     @kernel(32 * W * R)
-    def causal_softmax_bwd_row_kernel(dp, p, N, S, T, scale, causal):
-        """Grid ceil(N / R), block 32 W R. dp, p: flat (N S).
+    def causal_softmax_bwd_row_kernel(ds, dp, p, N, S, T, scale, causal):
+        """Grid ceil(N / R), block 32 W R. ds, dp, p: flat (N S). ds may be dp.
 
         Where p is masked it is 0, and so is ds.
         """
@@ -252,52 +266,77 @@ def make_bwd_kernel(W, STEPS, R):
             if column + k * STRIDE < S:
                 for j in range(VEC_SIZE):
                     d_KE[k, j] = scale * p_KE[k, j] * (d_KE[k, j] - dot)
-                store4(dp, n * S + column + k * STRIDE, d_KE[k])
+                store4(ds, n * S + column + k * STRIDE, d_KE[k])
 
-    declare_cost(causal_softmax_bwd_row_kernel, in_place=("dp",))
+    declare_cost(causal_softmax_bwd_row_kernel, nbytes=_bytes_moved)
     return causal_softmax_bwd_row_kernel
 
 
-declare_cost(causal_softmax_fwd_warp_kernel, in_place=("s_NS",))
-declare_cost(causal_softmax_fwd_kernel, in_place=("s_NS",))
-declare_cost(causal_softmax_bwd_warp_kernel, in_place=("dp_NS",))
-declare_cost(causal_softmax_bwd_kernel, in_place=("dp_NS",))
+for any_width in (
+    causal_softmax_fwd_warp_kernel,
+    causal_softmax_fwd_kernel,
+    causal_softmax_bwd_warp_kernel,
+    causal_softmax_bwd_kernel,
+):
+    declare_cost(any_width, nbytes=_bytes_moved)
 
 
 # ----------------------------------------------------------------------------- launchers
-def causal_softmax_fwd(s_ARS: Array, T: int, scale: float, causal: bool = True) -> Array:
-    """Return p, which overwrites s (A, R, S) float32, contiguous.
+def causal_softmax_fwd(
+    s_ARS: Array, T: int, scale: float, causal: bool = True, p_ARS: Array | None = None
+) -> Array:
+    """Return p; s: (A, R, S) float32, contiguous.
 
     T: positions per query head.
     scale: multiplies s.
     causal: False: every key is visible.
+    p_ARS: the array that becomes p; None: s, which is overwritten.
     Raises ValueError if R is not a multiple of T, or if causal rows would see no key (S < T).
     """
     _check("softmax", "s", s_ARS, T, causal)
-    if on_host(s_ARS):
-        if s_ARS.size:
-            causal_softmax_ref(s_ARS, T, scale, causal)
-        return s_ARS
+    p_ARS = _result("softmax", "p", s_ARS, p_ARS)
+    if on_host(s_ARS, p_ARS):
+        if p_ARS is not s_ARS:
+            p_ARS[...] = s_ARS
+        return causal_softmax_ref(p_ARS, T, scale, causal) if p_ARS.size else p_ARS
     kernels = make_fwd_kernel, causal_softmax_fwd_warp_kernel, causal_softmax_fwd_kernel
-    _launch_rows(*kernels, (s_ARS,), T, scale, causal)
-    return s_ARS
+    _launch_rows(*kernels, (p_ARS, s_ARS), T, scale, causal)
+    return p_ARS
 
 
 def causal_softmax_bwd(
-    dp_ARS: Array, p_ARS: Array, T: int, scale: float, causal: bool = True
+    dp_ARS: Array,
+    p_ARS: Array,
+    T: int,
+    scale: float,
+    causal: bool = True,
+    ds_ARS: Array | None = None,
 ) -> Array:
-    """Return ds, which overwrites dp; dp, p: (A, R, S) float32, contiguous.
+    """Return ds; dp, p: (A, R, S) float32, contiguous.
 
-    Masked elements of dp may have any finite value. T, scale, causal and the errors as in
-    causal_softmax_fwd.
+    Masked elements of dp may have any finite value.
+    ds_ARS: the array that becomes ds; None: dp, which is overwritten.
+    T, scale, causal and the errors as in causal_softmax_fwd.
     """
-    _check("softmax backward", "p", p_ARS, T, causal)
-    check_array("softmax backward", "dp", dp_ARS, p_ARS.shape)
-    if on_host(dp_ARS, p_ARS):
-        return causal_softmax_bwd_ref(dp_ARS, p_ARS, T, scale, causal)
+    op = "softmax backward"
+    _check(op, "p", p_ARS, T, causal)
+    check_array(op, "dp", dp_ARS, p_ARS.shape)
+    ds_ARS = _result(op, "ds", dp_ARS, ds_ARS)
+    if on_host(dp_ARS, p_ARS, ds_ARS):
+        if ds_ARS is not dp_ARS:
+            ds_ARS[...] = dp_ARS
+        return causal_softmax_bwd_ref(ds_ARS, p_ARS, T, scale, causal)
     kernels = make_bwd_kernel, causal_softmax_bwd_warp_kernel, causal_softmax_bwd_kernel
-    _launch_rows(*kernels, (dp_ARS, p_ARS), T, scale, causal)
-    return dp_ARS
+    _launch_rows(*kernels, (ds_ARS, dp_ARS, p_ARS), T, scale, causal)
+    return ds_ARS
+
+
+def _result(op, name, x_ARS, result_ARS):
+    """Return where the result goes: the given array, checked, or x itself."""
+    if result_ARS is None:
+        return x_ARS
+    check_array(op, name, result_ARS, x_ARS.shape, (dtype_name(x_ARS.dtype),))
+    return result_ARS
 
 
 def _check(op, name, x_ARS, T, causal):
@@ -311,7 +350,7 @@ def _check(op, name, x_ARS, T, causal):
 def _launch_rows(make_kernel, warp_kernel, block_kernel, arrays, T, scale, causal):
     A, R, S = arrays[0].shape
     N = A * R
-    scale = np.float32(scale)
+    scale = as_float32(scale)
     if S % VEC_SIZE == 0 and 0 < S <= WIDEST and on_16_bytes(*arrays):
         plan = row_plan(S, VEC_SIZE)
         row_kernel = make_kernel(plan.W, plan.STEPS, plan.R)

@@ -1,5 +1,6 @@
 """Autograd, ops, modules and the arena, the model, the optimizer, CUDA graphs, observers."""
 
-from .modules import Arena, Embedding, Linear, Module, Parameter, RMSNorm
+from .arena import Arena
+from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 
 __all__ = ["Arena", "Embedding", "Linear", "Module", "Parameter", "RMSNorm"]

@@ -35,7 +35,7 @@ import numpy as np
 
 from ..device import Array, PrivatePool, cupy, free_cached
 from ..kernels.gemm import release_workspace
-from .modules import Arena
+from .arena import Arena
 
 EAGER_CALLS = 2  # the first compiles kernels and allocates what is kept from step to step
 

@@ -11,6 +11,7 @@ variance does not grow with depth (Radford et al. 2019).
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -149,7 +150,13 @@ class SandwichBlock(Block):
 
 
 class Decoder(Module):
-    """Everything below the head. Its attributes have the names of the Hugging Face layout."""
+    """Everything below the head. Its attributes have the names of the Hugging Face layout.
+
+    around_layer: None, or a function that is called as around_layer(i, compute, *parts) and returns
+        compute(*parts), the computation of layer i (ZeRO-3: parallel/gathering.py).
+    """
+
+    around_layer: Callable[..., tuple[Tensor, ...]] | None = None
 
     def __init__(self, c: ModelConfig):
         self.embed_tokens = Embedding(c.vocab_size, c.padded_vocab_size, c.dim, STD)
@@ -174,6 +181,8 @@ class Decoder(Module):
             compute = functools.partial(_through, layer, sequences)
             if sequences.recompute == "block":
                 compute = functools.partial(recompute, compute)
+            if self.around_layer is not None:
+                compute = functools.partial(self.around_layer, i, compute)
             parts = in_layer(i, compute, *h_NC.parts())  # names the layer for observers
             h_NC = Stream(*parts, dtype=sequences.dtype)
         x_NC = self.norm(h_NC.rows(sequences.wanted_rows))

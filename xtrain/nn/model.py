@@ -23,6 +23,7 @@ from ..kernels.primitives.tiles import WIDTHS
 from ..option_words import own_word
 from ..options import described, find_function, name_of
 from . import functional as F
+from .arena import Arena
 from .decoder import MLP, Attention, Block, Decoder, JointNormAttention, SandwichBlock
 from .experts import MixtureOfExperts
 from .fp8 import HEAD, Fp8Scales, check_tokens
@@ -31,6 +32,7 @@ from .loss_functions import linear_kept_tokens, linear_top_logprobs
 from .mode import is_training
 from .modules import STD, Embedding, Linear, Module, Parameter, RMSNorm
 from .sequences import PackedSequences, RotaryTables, Sequences
+from .sharded_arena import ShardedArena, Share, groups_of_layers
 from .tensor import Tensor
 from .variation import changed_modules, changed_tensors, listed, overrides, with_layers
 
@@ -83,6 +85,8 @@ class Transformer(Module):
         checkpointing): "none", "attention" (between its matrix products) or "block". May be set at
         any time; changes no bit of any gradient.
     world: the number of ranks among which the arena can be divided (nn.Arena).
+    share: None, or with ZeRO-3 which share of the layers is kept (sharded_arena.py); then forward
+        and backward run only in a DataParallel.
     trainable: False: for inference: no memory for gradients, and in bf16 none for float32 matrices.
 
     Attributes:
@@ -112,8 +116,10 @@ class Transformer(Module):
         recompute: Literal["none", "attention", "block"] = "none",
         world: int = 1,
         trainable: bool = True,
+        share: Share | None = None,
     ):
         self.config = config
+        self.share = share
         self.recompute = recompute
         self.device = device if device == "sim" else resolve_device(device)
         self.precision, _ = choose_precision(precision, self.device, config.head_dim)
@@ -180,6 +186,17 @@ class Transformer(Module):
             )
         self.fp8_head = True
         self._renew_fp8()
+
+    def new_arena(self, device: str, bf16: bool, world: int, trainable: bool) -> Arena:
+        """Do Module.new_arena, or return the arena of this rank's share."""
+        if self.share is None:
+            return super().new_arena(device, bf16, world, trainable)
+        layers = enumerate(self.model.layers)
+        layer_of = {p: i for i, layer in layers for _, p in layer.storage()}
+        parameters = [p for _, p in self.storage()]
+        groups = groups_of_layers([p for p in parameters if p.decay], layer_of)
+        vectors = [p for p in parameters if not p.decay]
+        return ShardedArena(groups, vectors, device, bf16, self.share)
 
     def renew_arena(self, seed: int | None = None) -> None:
         """Do Module.renew_arena, by default with the seed of the model; in fp8 with new scales."""
@@ -515,6 +532,7 @@ class Transformer(Module):
         precision: Precision = "fp32",
         trainable: bool = True,
         world: int = 1,
+        share: Share | None = None,
         change: str | Callable[["Transformer"], "Transformer"] | None = None,
         vocab_size: int | None = None,
     ) -> "Transformer":
@@ -531,7 +549,9 @@ class Transformer(Module):
         def make(config: ModelConfig) -> "Transformer":
             if vocab_size is not None:
                 config = replace(config, vocab_size=max(vocab_size, config.vocab_size))
-            return cls(config, None, device, precision, world=world, trainable=trainable)
+            return cls(
+                config, None, device, precision, world=world, trainable=trainable, share=share
+            )
 
         change_it = None if change is None else lambda model: model.changed(change)
         return huggingface.load(Path(folder), make, change_it, trainable)

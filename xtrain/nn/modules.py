@@ -1,19 +1,4 @@
-"""Modules, and the arena in which all parameters of a model live.
-
-    weights  [ embedding | layer 0 ... layer L-1 | head |  all norms ]    one float32 array
-    grads    [ the same layout                                      ]    one more
-               <---------- decayed -------------> <-- not ------->
-
-Every Parameter is a view, so the optimizer is one kernel, the gradient norm one reduction, and
-nothing has to be flattened. The order is that of the forward pass: backward fills the gradients
-from the end.
-
-zero_grad does not write zeros to the gradients of matrices, it only clears their flag
-`grad_written`. The first gradient of a step is then written over the old contents, later ones are
-added (tensor.py). This saves writing 4 bytes per parameter and reading them again. Reading
-`parameter.grad` or `arena.grads` zero-fills what has not been written, so the gradient of a
-parameter that backward did not reach is zero. Norm weights are few, and their kernels always add:
-zero_grad writes their zeros at once.
+"""Modules and their parameters, which live in one arena (arena.py).
 
 For serving, a matrix may be stored as int8 or fp8 codes instead (`Parameter.quantized`, made by
 quantized.py). It then has memory of its own, outside the arena, and only products can use it.
@@ -33,18 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from ..device import Array, free_cached, to_device, zeros_on
+from ..device import Array, free_cached, to_device
 from ..errors import UserError
-from ..kernels.cast import BFLOAT16, cast_into
+from ..kernels.cast import BFLOAT16
 from ..kernels.quantize import Quantized
-from ..kernels.runtime.launch import empty
 from . import functional as F
+from .arena import Arena
 from .fp8 import Fp8Layer, Fp8Scales
 from .returned import check_returned
-from .tensor import Tensor, Version
+from .sharded_arena import Unit
+from .tensor import Tensor
 
-# floats: every parameter starts at a multiple of 256 bytes, for 16-byte loads and cuBLAS
-ALIGN = 64
 STD = 0.02  # of the initialisation of a model's matrices
 
 
@@ -54,14 +38,27 @@ class _ArenaTensor(Tensor):
     Assigning to either copies values; the memory stays.
     """
 
-    __slots__ = ("declared_shape", "offset")
+    __slots__ = ("declared_shape", "offset", "unit")
 
     is_parameter = True
     offset: int  # of the first element in the arena; -1 before the arena is made
     declared_shape: tuple[int, ...]
+    unit: Unit | None  # of sharded_arena.py (ZeRO-3), where it is one of its parameters
+
+    @property
+    def assigned_dtype(self) -> Any:
+        """Return the dtype of values that are assigned: that of `data`, or of the master weights."""
+        return self._data.dtype if self.unit is None else np.dtype(np.float32)
+
+    def __setitem__(self, where: Any, value: Any) -> None:
+        if self.unit is not None:
+            raise UserError("with --zero 3 a parameter is assigned as a whole: parameter.data = x")
+        super().__setitem__(where, value)
 
     @property
     def grad(self) -> Array | None:
+        if self.unit is not None and self.unit.is_layer:
+            raise UserError("with --zero 3 a layer's gradients are nowhere whole: use --zero 1")
         return super().grad
 
     @grad.setter
@@ -92,11 +89,16 @@ class _ArenaTensor(Tensor):
                 f"a parameter of shape {self.declared_shape} has no memory: call "
                 "model.renew_arena() after adding or replacing modules"
             )
+        if self.unit is not None:
+            self.unit.check_gathered()
         return self._data
 
     @data.setter
     def data(self, array: Array) -> None:
         """Copy the values into the arena; the parameter stays a view of it."""
+        if self.unit is not None:
+            self.unit.assign(self.offset, self.shape, array)
+            return
         if array.shape != self.data.shape:  # self.data: is there memory?
             raise ValueError(
                 f"a parameter of shape {self.shape} cannot hold data of shape {array.shape}"
@@ -137,6 +139,7 @@ class Parameter(_ArenaTensor):
                 "values later, by `parameter.data = array`"
             )
         self.offset = -1
+        self.unit = None
         self.declared_shape = shape
         self.std = std
         self.decay = len(shape) > 1
@@ -151,7 +154,7 @@ class Parameter(_ArenaTensor):
     def __getstate__(self) -> Any:
         """Leave out what belongs to an arena and a run; `arena_of` makes it in a copy."""
         state: Any = super().__getstate__()
-        left_out = dict.fromkeys(("_grad", "half", "fp8", "on_gradient"))
+        left_out = dict.fromkeys(("_grad", "half", "fp8", "on_gradient", "unit"))
         return None, state[1] | left_out | {"grad_written": False}
 
     @property
@@ -176,6 +179,8 @@ class Parameter(_ArenaTensor):
         """Return what ops compute with: codes, the bf16 copy if there is one, or the weights."""
         if self._quantized is not None:
             return self._quantized
+        if self.unit is not None:
+            self.unit.check_gathered()
         return self.data if self.half is None else self.half
 
 
@@ -186,9 +191,13 @@ class _Part(_ArenaTensor):
 
     def __init__(self, parameter, rows):
         self.parameter = parameter
+        self.unit = parameter.unit
         self.offset = parameter.offset
-        self.declared_shape = parameter.data[rows].shape
-        super().__init__(parameter.data[rows], parameter.requires_grad)
+        data = parameter.data if parameter.unit is None else parameter._data
+        if self.offset >= 0:
+            self.offset += rows.start * math.prod(parameter.declared_shape[1:])
+        self.declared_shape = data[rows].shape
+        super().__init__(data[rows], parameter.requires_grad)
         self._grad = None
         if parameter._grad is not None:
             self._grad = parameter._grad[rows]
@@ -226,150 +235,6 @@ class _Part(_ArenaTensor):
                 "this is a view of a Parameter, which may hold several: freeze with "
                 "`for name, parameter in model.storage(): parameter.requires_grad = False`"
             )
-
-
-def arena_unit(world: int) -> int:
-    """Return the number of floats of which the arena's regions and every bucket are multiples.
-
-    It is ALIGN for 1, 2, 4, 8 and 16 ranks.
-    """
-    return math.lcm(ALIGN, 4 * world)
-
-
-def _view(array, offset, shape):
-    """Return a part of a flat array in a shape."""
-    return array[offset : offset + math.prod(shape)].reshape(shape)
-
-
-class Arena:
-    """Memory of all parameters: weights and grads, 1-D float32 arrays.
-
-    Elements [0, n_decay) are decayed.
-
-    weights: None while ZeRO-1 keeps each float32 weight on one rank only (parallel/zero.py): only
-        the bf16 copy is complete.
-    half: with bf16, a copy of the weights in bf16. AdamW writes it together with the weights; after
-        any other change `refresh` updates it. Ops read matrices from it, and norm weights (which
-        are few) always in float32.
-    world: number of ranks among which both regions can be divided, in multiples of 16 bytes
-        (ZeRO-1).
-    trainable: False: no gradients, and in bf16 float32 memory for the norms only; the data of
-        matrices are then bf16.
-    kind: device, bf16, world and trainable, as given.
-    """
-
-    def __init__(
-        self,
-        parameters: list[Parameter],
-        device: str,
-        bf16: bool = False,
-        world: int = 1,
-        trainable: bool = True,
-    ):
-        self.kind = (device, bf16, world, trainable)
-        matrices = [p for p in parameters if p.decay]
-        vectors = [p for p in parameters if not p.decay]
-        offsets = []
-        size = 0
-        unit = arena_unit(world)
-        for region in (matrices, vectors):
-            for parameter in region:
-                offsets.append(size)
-                size += -(-math.prod(parameter.declared_shape) // ALIGN) * ALIGN
-            size = -(-size // unit) * unit
-        self.parameters = matrices + vectors
-        self.matrices = matrices
-        self.n_decay = offsets[len(matrices)] if vectors else size
-        self.trainable = trainable
-        self.version = Version()
-        self.half_version = -1
-        self.all_written = True  # no gradient is unwritten
-        only_half = bf16 and not trainable
-        first = self.n_decay if only_half else 0  # offset at which weights begins
-        self.weights = zeros_on(device, size - first, np.float32)
-        self._grads: Any = zeros_on(device, size, np.float32) if trainable else None
-        self.half = None
-        if only_half:
-            self.half = zeros_on(device, first, BFLOAT16)
-        elif bf16:
-            self.half = empty(self.weights, size, BFLOAT16)
-        for parameter, offset in zip(self.parameters, offsets):
-            shape = parameter.declared_shape
-            parameter.offset = offset
-            parameter.half = None
-            if bf16 and parameter.decay:
-                parameter.half = _view(self.half, offset, shape)
-            if only_half and parameter.decay:
-                parameter._data = parameter.half
-            else:
-                parameter._data = _view(self.weights, offset - first, shape)
-            parameter._grad = _view(self._grads, offset, shape) if trainable else None
-            parameter.grad_written = True  # zeros
-            parameter.version = self.version
-            parameter.requires_grad &= trainable  # frozen parameters stay frozen
-        # slices that no matrix covers: gaps, and behind all matrices the norms
-        starts = [*(p.offset for p in matrices), size]
-        ends = [0, *(p.offset + p.size for p in matrices)]
-        self._not_matrices = [(a, b) for a, b in zip(ends, starts) if a < b]
-
-    def __reduce__(self) -> Any:
-        if self.weights is None:
-            raise UserError("the weights are divided among the ranks (ZeRO-1): copy a checkpoint")
-        return arena_of, (self.parameters, self.kind)  # copy.deepcopy and pickle
-
-    @property
-    def grads(self) -> Any:
-        """Return all gradients, (size,) float32; None without gradients."""
-        self.zero_unwritten_grads()
-        return self._grads
-
-    @grads.setter
-    def grads(self, array: Array) -> None:
-        """Copy the values; the array stays the same. (`arena.grads *= 2` also calls this.)"""
-        self.need_grads()
-        if array is not self._grads:
-            self.grads[...] = array
-
-    def need_grads(self) -> None:
-        """Raise UserError if there are no gradients."""
-        if not self.trainable:
-            raise UserError("this model has no gradients: make it with trainable=True")
-
-    def zero_unwritten_grads(self) -> None:
-        """Zero the gradients not written since zero_grad, for code that keeps the array `grads`."""
-        if not self.all_written:
-            for parameter in self.matrices:
-                parameter.zero_unwritten_grad()
-            self.all_written = True
-
-    def zero_grad(self) -> None:
-        """Set all gradients to 0; those of matrices only by their flags (top of this file)."""
-        self.need_grads()
-        for a, b in self._not_matrices:
-            self._grads[a:b].fill(0)
-        for parameter in self.matrices:
-            parameter.grad_written = False
-        self.all_written = False
-
-    def refresh(self) -> None:
-        """Update the bf16 copy if anything but AdamW has changed the weights."""
-        changed = self.trainable and self.half_version != self.version.count
-        if self.half is not None and self.weights is not None and changed:
-            # without a temporary array, which would fragment the memory pool
-            cast_into(self.half, self.weights)
-            self.half_version = self.version.count
-
-
-def arena_of(parameters: list[Parameter], kind: tuple[Any, ...]) -> Arena:
-    """Return a new arena of this kind, also on another device. The parameters keep their values;
-    quantized ones stay."""
-    kept = [(p, p.data) for p in parameters if p.quantized is None]
-    arena = Arena([p for p, _ in kept], *kind)
-    for parameter, values in kept:
-        if isinstance(values, np.ndarray):  # of the CPU, maybe to another device
-            values = to_device(values.astype(parameter.dtype, copy=False), kind[0])
-        parameter.data = values
-    return arena
 
 
 class Module:
@@ -416,17 +281,21 @@ class Module:
                 elif isinstance(item, Parameter):
                     yield (prefix if item is value else f"{prefix}{path}."), item
 
-    def views(self, array: Array) -> Iterator[tuple[str, Array]]:
-        """Yield (Hugging Face name, view) into an array like the arena: weights, moments, ..."""
+    def places(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+        """Yield (Hugging Face name, offset in the arena, shape) of each tensor."""
         for prefix, p in self.storage():
             width = math.prod(p.declared_shape[1:])
             row = 0
             for suffix, rows in p.parts.items():
-                where = slice(p.offset + row * width, p.offset + (row + rows) * width)
-                yield prefix + suffix, array[where].reshape(rows, *p.declared_shape[1:])
+                yield prefix + suffix, p.offset + row * width, (rows, *p.declared_shape[1:])
                 row += rows
 
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def views(self, array: Array) -> Iterator[tuple[str, Array]]:
+        """Yield (Hugging Face name, view) into an array like the arena: weights, moments, ..."""
+        for name, start, shape in self.places():
+            yield name, array[start : start + math.prod(shape)].reshape(shape)
+
+    def named_parameters(self) -> Iterator[tuple[str, "_ArenaTensor"]]:
         """Yield (Hugging Face name, tensor).
 
         Its data and grad have the Hugging Face shape and are views into the arena.
@@ -463,19 +332,24 @@ class Module:
                 f"two parameters are called {twice[0]}: give one of them another name, "
                 f"parts={{name: rows}}"
             )
-        arena = Arena([p for _, p in self.storage()], device, bf16, world, trainable)
+        arena = self.new_arena(device, bf16, world, trainable)
         if seed is None:
             return arena
         std = {prefix + suffix: p.std for prefix, p in self.storage() for suffix in p.parts}
         for name, tensor in self.named_parameters():
             if std[name] is None:
-                tensor.data.fill(1)
-                continue
-            stream = np.random.default_rng([seed, zlib.crc32(name.encode())])
-            values = stream.standard_normal(tensor.shape, dtype=np.float32) * np.float32(std[name])
-            tensor.data = to_device(values.astype(tensor.dtype, copy=False), device)
+                values = np.ones(tensor.shape, np.float32)
+            else:
+                stream = np.random.default_rng([seed, zlib.crc32(name.encode())])
+                values = stream.standard_normal(tensor.shape, dtype=np.float32)
+                values *= np.float32(std[name])
+            tensor.data = to_device(values.astype(tensor.assigned_dtype, copy=False), device)
         free_cached(device)  # free the temporaries before other arrays are allocated between them
         return arena
+
+    def new_arena(self, device: str, bf16: bool, world: int, trainable: bool) -> Arena:
+        """Return an arena of this kind with the memory of all parameters."""
+        return Arena([p for _, p in self.storage()], device, bf16, world, trainable)
 
     def renew_arena(self, seed: int | None = None) -> None:
         """Make a new arena for all parameters, in self.arena.

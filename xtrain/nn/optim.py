@@ -19,8 +19,10 @@ from ..kernels.grad_norm import grad_norm
 from ..kernels.moving_average import averaging_rest, moving_average
 from ..kernels.muon import momentum, muon_update, orthogonalize
 from ..kernels.runtime.launch import empty, zeros
+from .arena import ALIGN
 from .model import Transformer
-from .modules import ALIGN, Module, Parameter
+from .modules import Module, Parameter
+from .sharded_arena import copy_share
 from .tensor import Tensor
 
 
@@ -99,13 +101,13 @@ class AdamW:
         self.eps = eps
         self.weight_decay = weight_decay
         self.t = 0
-        weights = self.arena.weights
-        self.owned = [(0, weights.size)] if owned is None else owned
+        like = self.arena.grads
+        self.owned = [(0, like.size)] if owned is None else owned
         n = sum(end - start for start, end in self.owned)
-        self.m = zeros(weights, n)
-        self.v = zeros(weights, n)
+        self.m = zeros(like, n)
+        self.v = zeros(like, n)
         self.ema_decay = ema_decay
-        self.ema: Array | None = zeros(weights, n) if ema_decay else None
+        self.ema: Array | None = zeros(like, n) if ema_decay else None
         self._one = to_device(np.ones(1, np.float32), device)
         self.group_of = groups_of(model, groups, lr)  # of each parameter that is in one
         self.groups = list(dict.fromkeys(self.group_of.values()))
@@ -245,6 +247,19 @@ class AdamW:
         """
         return self.arena.weights, False
 
+    def gradients(self, start: int, end: int, first: int) -> Array:
+        """Return the gradients of a part of an owned slice, whose moments begin at `first`."""
+        return self.arena.grads[start:end]
+
+    def assign_state(self, name: str, start: int, values_n: np.ndarray) -> None:
+        """Set m, v or ema of what is owned of [start, start + n) of the arena. name: of the
+        array."""
+        own = getattr(self, name)
+        for own_start, own_end, first in self.owned_at():
+            copy_share(
+                own[first : first + own_end - own_start], own_start, own_end, start, values_n
+            )
+
     def update(
         self,
         start: int,
@@ -271,7 +286,7 @@ class AdamW:
             half = a.half[start:end]
         adamw(
             self.weights(start, end, first),
-            a.grads[start:end],
+            self.gradients(start, end, first),
             self.m[first : first + n],
             self.v[first : first + n],
             factor_1,

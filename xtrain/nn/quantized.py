@@ -34,9 +34,10 @@ from ..errors import UserError
 from ..kernels.cast import BFLOAT16
 from ..kernels.four_bits import FOUR_BITS
 from ..kernels.quantize import KINDS, check_finite, quantize
+from .arena import Arena, arena_of
 from .lora import AdaptedTransformer
 from .model import Precision, RotaryTables, Transformer
-from .modules import Arena, Linear, Module, Parameter, arena_of
+from .modules import Linear, Module, Parameter
 from .variation import overrides
 
 WEIGHTS = ("full", *KINDS)

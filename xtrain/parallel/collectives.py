@@ -14,6 +14,10 @@ which says what belongs to whom. "shard" below means either.
     reduce_scatter(a, b)         as all_reduce, but each rank gets only its shard: half the traffic
     all_gather(array, a, b)      each rank's shard of array[a:b] to all ranks: the other half
     start_gather(own_1)          one number of each rank to all ranks
+    gather_shares(x_n, own)      x = the own arrays of all ranks, one after the other (ZeRO-3)
+    sum_share(x_n, own, add)     own = this rank's part of the sum over ranks of x, or is added to
+                                 it; x is overwritten (ZeRO-3)
+    mark(), wait(mark)           as join, for what was started before the mark
 
 idle=True: no other computation needs the multiprocessors, so a collective on a GPU may use them.
 Every step ends with `join`.
@@ -34,6 +38,7 @@ import numpy as np
 from ..device import Array, cupy
 from ..errors import UserError
 from ..kernels.cast import BFLOAT16, cast_into
+from ..kernels.elementwise import add_into
 from ..kernels.runtime.launch import empty
 from .ranks import Ranks
 
@@ -104,6 +109,7 @@ class HostCollectives(Division):
         super().__init__(ranks, arena)
         self.bf16 = bf16
         self.in_flight: list[_Request] = []
+        self.finished = 0  # requests that were waited for
         self.clear()
 
     def clear(self) -> None:
@@ -149,6 +155,41 @@ class HostCollectives(Division):
         for start, end, owner in pieces:
             self._started(comm.Ibcast(array[start:end].view(np.uint8), root=owner))
 
+    def gather_shares(self, x_n: np.ndarray, own_m: np.ndarray) -> None:
+        """Start x = the own arrays of all ranks, in the dtype of x."""
+        start = self.ranks.rank * own_m.size
+        if x_n.dtype == own_m.dtype:
+            x_n[start : start + own_m.size] = own_m
+        else:
+            cast_into(x_n[start : start + own_m.size], own_m)
+        self._started(self.ranks.comm.Iallgather(_in_place(), x_n.view(np.uint8)))
+
+    def sum_share(self, x_n: np.ndarray, own_m: np.ndarray, add: bool) -> None:
+        """Start own = this rank's part of the sum over ranks of x, or own += it."""
+        received = np.empty(own_m.size, x_n.dtype)
+        request = self.ranks.comm.Ireduce_scatter_block(x_n, received)
+        self._started(request, own_m, received, add)
+
+    def mark(self, mark: Any = None) -> int:
+        """Return what `wait` gets to wait for everything that was started so far.
+
+        mark: one that is no longer needed.
+        """
+        return self.finished + len(self.in_flight)
+
+    def wait(self, mark: int) -> None:
+        """Make what follows wait for everything that was started before the mark."""
+        self._poll()
+        while self.finished < mark:
+            started = self.in_flight.pop(0)
+            started.request.Wait()
+            started.store()
+            self.finished += 1
+        self.unfinished = bool(self.in_flight)
+        now = time.perf_counter()
+        self.exposed += now - self.last_poll
+        self.last_poll = now
+
     def register(self, array: np.ndarray) -> None:
         """Prepare an array for all_gather. Every rank must call it. (Needed only by
         CopyCollectives.)"""
@@ -172,14 +213,7 @@ class HostCollectives(Division):
 
     def join(self) -> None:
         """Wait for all collectives that were started."""
-        self._poll()
-        for started in self.in_flight:
-            started.request.Wait()
-            if started.target is not None:
-                started.target[...] = started.received
-        self.in_flight.clear()
-        self.unfinished = False
-        self.exposed += time.perf_counter() - self.last_poll
+        self.wait(self.mark())
 
     def _gradients(self, a: int, b: int) -> np.ndarray:
         x = self.grads[a:b]
@@ -188,10 +222,14 @@ class HostCollectives(Division):
         return x
 
     def _started(
-        self, request: Any, target: np.ndarray | None = None, received: np.ndarray | None = None
+        self,
+        request: Any,
+        target: np.ndarray | None = None,
+        received: np.ndarray | None = None,
+        add: bool = False,
     ) -> None:
         self._poll()
-        self.in_flight.append(_Request(request, target, received))
+        self.in_flight.append(_Request(request, target, received, add))
         self.unfinished = True
 
     def _poll(self) -> None:
@@ -207,11 +245,22 @@ class HostCollectives(Division):
 
 @dataclass(frozen=True)
 class _Request:
-    """An MPI request in flight; after it, `received` is copied to `target` unless that is None."""
+    """An MPI request in flight; after it, `received` is copied to `target`, or added, unless that
+    is None."""
 
     request: Any
     target: np.ndarray | None
     received: np.ndarray | None
+    add: bool
+
+    def store(self) -> None:
+        """Copy or add what was received."""
+        if self.target is None:
+            return
+        if self.add:
+            self.target[...] += self.received
+        else:
+            self.target[...] = self.received
 
 
 class GpuCollectives(Division):
@@ -249,6 +298,25 @@ class GpuCollectives(Division):
         self.used = 0
 
     gather_1: Any = HostCollectives.gather_1
+
+    def mark(self, mark: Any = None) -> Any:
+        """Return an event, which `wait` gets to wait for everything that was started so far.
+
+        mark: one that is no longer needed.
+        """
+        if mark is None:
+            mark = cupy().cuda.Event(disable_timing=True)
+        mark.record(self.stream)
+        return mark
+
+    def wait(self, mark: Any) -> None:
+        """Make the current stream wait for everything that was started before the mark."""
+        cupy().cuda.get_current_stream().wait_event(mark)
+
+    def _own_part(self, x_n: Array, own_m: Array) -> Array:
+        """Return this rank's part of x, as long as own."""
+        start = self.ranks.rank * own_m.size
+        return x_n[start : start + own_m.size]
 
     @contextlib.contextmanager
     def _on_own_stream(self) -> Iterator[int]:
@@ -344,6 +412,22 @@ class NcclCollectives(GpuCollectives):
             n = own.stop - own.start
             self.nccl.allGather(start, x.data.ptr, n, kind, stream)
 
+    def gather_shares(self, x_n: Array, own_m: Array) -> None:
+        """Start x = the own arrays of all ranks, in the dtype of x."""
+        own = self._own_part(x_n, own_m)
+        with self._on_own_stream() as stream:
+            copy_or_cast(own, own_m)
+            kind = self.types[x_n.itemsize]
+            self.nccl.allGather(own.data.ptr, x_n.data.ptr, own.size, kind, stream)
+
+    def sum_share(self, x_n: Array, own_m: Array, add: bool) -> None:
+        """Start own = this rank's part of the sum over ranks of x, or own += it."""
+        own = self._own_part(x_n, own_m)
+        with self._on_own_stream() as stream:
+            kind = self.types[x_n.itemsize]
+            self.nccl.reduceScatter(x_n.data.ptr, own.data.ptr, own.size, kind, self.sum, stream)
+            store_sum(own_m, own, add)
+
     @contextlib.contextmanager
     def _grouped(self) -> Iterator[None]:
         """NCCL starts all calls inside as one kernel."""
@@ -359,6 +443,22 @@ class NcclCollectives(GpuCollectives):
         with self._on_own_stream() as stream:
             self.nccl.allGather(own_1.data.ptr, all_R.data.ptr, 1, self.types[4], stream)
         return all_R
+
+
+def copy_or_cast(to_n: Array, from_n: Array) -> None:
+    """Copy on the current stream, to another dtype if that of `to` is another."""
+    if to_n.dtype == from_n.dtype:
+        to_n[...] = from_n
+    else:
+        cast_into(to_n, from_n)
+
+
+def store_sum(own_m: Array, sum_m: Array, add: bool) -> None:
+    """Copy a sum to where it is kept, or add it, on the current stream."""
+    if add:
+        add_into(own_m, sum_m)
+    elif own_m.data.ptr != sum_m.data.ptr:
+        own_m[...] = sum_m
 
 
 def load_nccl() -> Any:

@@ -44,7 +44,14 @@ from ..device import Array, cupy
 from ..errors import UserError
 from ..kernels.peers import add_peers, copy_to_peers
 from ..kernels.runtime.launch import empty, zeros
-from .collectives import GpuCollectives, NcclCollectives, Slices, equal_shards
+from .collectives import (
+    GpuCollectives,
+    NcclCollectives,
+    Slices,
+    copy_or_cast,
+    equal_shards,
+    store_sum,
+)
 from .ranks import Ranks
 
 # elements per copy through the window, and with two ranks to a staging buffer
@@ -75,7 +82,8 @@ class CopyCollectives(GpuCollectives):
         else:
             weights = arena.half
         for array in (self.grads, weights, self.window, self.flags, self.gathered):
-            self.register(array)
+            if array is not None:  # with ZeRO-3 the weights are in no place as a whole
+                self.register(array)
         cupy().cuda.Device().synchronize()
         ranks.sum([0.0])  # a barrier: the flags are 0 on every rank
 
@@ -151,13 +159,39 @@ class CopyCollectives(GpuCollectives):
             self.aligned = False
         super().join()
 
+    def gather_shares(self, x_n: Array, own_m: Array) -> None:
+        """Start x, which is registered, = the own arrays of all ranks, in the dtype of x."""
+        own = self._own_part(x_n, own_m)
+        start = self.ranks.rank * own_m.size
+        with self._on_own_stream() as stream:
+            copy_or_cast(own, own_m)
+            self._barrier(stream)  # no rank computes with what was in x before
+            self._send(x_n, [(start, start + own.size)], False, stream)
+            self._barrier(stream)  # the parts of all ranks have arrived
+
+    def sum_share(self, x_n: Array, own_m: Array, add: bool) -> None:
+        """Start own = this rank's part of the sum over ranks of x, which is registered, or own +=
+        it."""
+        start = self.ranks.rank * own_m.size
+        with self._on_own_stream() as stream:
+            self._barrier(stream)
+            self._add_neighbours(x_n, start, start + own_m.size, False, stream)
+            store_sum(own_m, self._own_part(x_n, own_m), add)
+            self._barrier(stream)  # no rank reads this one's x any more
+
     # ------------------------------------------------------------------------- their steps
     def _reduce(self, a: int, b: int, idle: bool, stream: int) -> None:
         """grads[own shard of [a, b)] += the same slice of every neighbour."""
         self._barrier(stream)
-        for first, n in self._chunks(self.grads, a, b, self.ranks.rank, self.chunk):
-            own = self.grads[first : first + n]
-            theirs = self._at_neighbours(self.grads, first, first + n)
+        for start, end in self.own(self.grads, a, b):
+            self._add_neighbours(self.grads, start, end, idle, stream)
+
+    def _add_neighbours(self, array: Array, start: int, end: int, idle: bool, stream: int) -> None:
+        """array[start:end] += the same slice of every neighbour, in chunks."""
+        for first in range(start, end, self.chunk):
+            n = min(self.chunk, end - first)
+            own = array[first : first + n]
+            theirs = self._at_neighbours(array, first, first + n)
             if not idle:
                 staged = [x[:n] for x in self.staging]
                 for x, there in zip(staged, theirs):

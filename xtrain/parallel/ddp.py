@@ -7,7 +7,6 @@ import platform
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,15 +23,18 @@ from ..nn.autograd import Tensor
 from ..nn.model import Transformer
 from ..nn.modules import Parameter
 from ..nn.optim import OPTIMIZERS, AdamW
+from ..nn.sharded_arena import ShardedArena
 from ..run_options import RunOptions, option_name
 from ..training import checkpoint
 from ..training.run import Run
 from ..training.single_device import SingleDevice
 from .collectives import HostCollectives, Slices, load_nccl
 from .copy_collectives import gpu_collectives
+from .gathering import Gathered, Gathering
 from .ranks import Ranks, choose_gpu
 from .watchdog import AbortOnError, Watchdog
 from .zero import ShardedAdamW, ShardedMuon, cut, whole_matrices
+from .zero3 import Zero3AdamW
 
 
 # ----------------------------------------------------------------------------- gradients of all ranks
@@ -207,16 +209,23 @@ class DataParallel(SingleDevice):
         bf16 = config.grad_comm == "bf16"
         nbytes = config.bucket_mb * 2**20
         self.sharded = config.sharded
+        self.zero = config.zero_stage
         self.collectives: Any
         if model.device == "gpu":
             self.collectives = gpu_collectives(ranks, arena, bf16, config.transport)
         else:
             self.collectives = HostCollectives(ranks, arena, bf16)
-        if config.sharded and config.optimizer == "muon":
+        if isinstance(arena, ShardedArena):
+            self.gathering = Gathering(model, self.collectives)
+            self.stage: Any = Gathered(self.gathering)
+        elif config.zero == 3:
+            raise UserError("--zero 3 needs a model that was made for it: use --zero 1")
+        elif config.sharded and config.optimizer == "muon":
             self.slices, self.collectives.pieces = whole_matrices(model, ranks.world, nbytes)
         else:
             self.slices = buckets(arena.n_decay, arena.grads.size, ranks.world, nbytes)
-        self.stage = STAGES[config.dp](model, self.collectives, self.slices, config.sharded)
+        if config.zero != 3:
+            self.stage = STAGES[config.dp](model, self.collectives, self.slices, config.sharded)
         self.losses: list[Array] = []  # of this rank's micro-batches in the current step
         self.all_losses: Array = None  # of all ranks
         self.largest: Array = None  # in fp8: the largest number of each matrix on each rank
@@ -224,7 +233,9 @@ class DataParallel(SingleDevice):
         self.loads: Array = None  # with biases of routers: the load of the experts of each rank
         if c.expert_bias:
             if config.sharded:
-                raise UserError("--expert-bias is not supported with --zero 1: give --zero 0")
+                raise UserError(
+                    f"--expert-bias is not supported with --zero {self.zero}: give --zero 0"
+                )
             numbers = sum(c.has_experts(i) for i in range(c.n_layers)) * c.n_experts
             width = -(-numbers // 4) * 4  # whole units of 16 bytes
             self.loads = zeros(arena.grads, ranks.world * width, np.int32)
@@ -298,7 +309,7 @@ class DataParallel(SingleDevice):
         """Raises UserError, on every rank, if the ranks do not hold the same weights and in fp8
         scales, bit for bit.
 
-        With ZeRO-1 also if a rank's weights or moments have changed between two updates.
+        With ZeRO also if a rank's weights or moments have changed between two updates.
         """
         fp8 = self.model.fp8
         arrays = [self.model.arena.weights]
@@ -337,11 +348,13 @@ class DataParallel(SingleDevice):
     def make_optimizer(self, name: str, **options: Any) -> AdamW:
         if not self.sharded:
             return OPTIMIZERS[name](self.model, **options)
-        kind = {"adamw": ShardedAdamW, "muon": ShardedMuon}[name]
-        share = dict(
-            collectives=self.collectives, slices=self.slices, guarded=self.config.check_ranks > 0
+        share: dict[str, Any] = dict(
+            collectives=self.collectives, guarded=self.config.check_ranks > 0
         )
-        return kind(self.model, **share, **options)
+        if self.zero == 3:
+            return Zero3AdamW(self.model, gathering=self.gathering, **share, **options)
+        kind = {"adamw": ShardedAdamW, "muon": ShardedMuon}[name]
+        return kind(self.model, slices=self.slices, **share, **options)
 
     @contextlib.contextmanager
     def full_moments(self, optimizer: AdamW) -> Iterator[Any]:
@@ -357,13 +370,7 @@ class DataParallel(SingleDevice):
         if not isinstance(optimizer, ShardedAdamW):
             super().load(saved, optimizer)
             return
-        whole = lambda: np.zeros(self.model.arena.grads.shape, np.float32)
-        if optimizer.ema is None:
-            ema = None
-        else:
-            ema = whole()
-        moments = SimpleNamespace(m=whole(), v=whole(), ema=ema, t=0)
         optimizer.restore()
-        checkpoint.load(saved, self.model, moments)
-        optimizer.set_moments(moments)
+        checkpoint.load(saved, self.model, optimizer)
+        optimizer.summed_version = -1
         optimizer.release()

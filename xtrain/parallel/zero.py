@@ -28,8 +28,8 @@ from ..kernels.checksum import checksum, compare
 from ..kernels.grad_norm import norm_and_factor, sum_of_squares
 from ..kernels.muon import newton_schulz_flops
 from ..kernels.runtime.launch import zeros
+from ..nn.arena import arena_unit
 from ..nn.model import Transformer
-from ..nn.modules import arena_unit
 from ..nn.optim import AdamW, Muon, muon_matrices, parts_of
 from .collectives import Pieces, Slices, equal_shards
 
@@ -117,7 +117,7 @@ class ShardedAdamW(AdamW):
 
     def owned_weights(self) -> tuple[Array, bool]:
         """As AdamW.owned_weights."""
-        if self.master is None:
+        if self.arena.weights is not None:
             return (self.arena.weights, False)
         return (self.master, True)
 
@@ -185,8 +185,7 @@ class ShardedAdamW(AdamW):
         same bits on all."""
         # before gather_1: after it, other ranks may already send new weights here
         self._compare_state()
-        grads: Array = self.arena.grads
-        square = sum_of_squares(*(grads[start:end] for start, end in self.owned))
+        square = sum_of_squares(*(self.gradients(*span) for span in self.owned_at()))
         stats = norm_and_factor(self.collectives.gather_1(square), max_norm)
         return stats[:1], stats[1:]
 
@@ -202,33 +201,23 @@ class ShardedAdamW(AdamW):
         return SimpleNamespace(m=m, v=v, ema=ema, t=self.t)
 
     def _gathered(self, own_n: Array) -> np.ndarray | None:
-        """Return what the ranks own, as in the arena, on rank 0."""
-        parts = self.collectives.ranks.gather_on_rank_0(to_numpy(own_n))
-        if parts is None:
-            return None
-        grads: Array = self.arena.grads
-        whole = np.zeros(grads.shape, np.float32)
-        for rank, part_n in enumerate(parts):
-            first = 0
-            for a, b in self.slices:
-                for start, end in self.collectives.own(grads, a, b, rank):
-                    whole[start:end] = part_n[first : first + end - start]
-                    first += end - start
+        """Return what the ranks own, as in the arena, on rank 0: one slice after the other, so that
+        no message is large."""
+        ranks = self.collectives.ranks
+        whole: Any = None
+        if ranks.rank == 0:
+            whole = np.zeros(self.arena.size, np.float32)
+        first = 0
+        for (a, b), own in zip(self.slices, self.own):
+            n = sum(end - start for start, end in own)
+            parts = ranks.gather_on_rank_0(to_numpy(own_n[first : first + n]))
+            first += n
+            for rank, part_n in enumerate(parts or ()):
+                at = 0
+                for start, end in self.collectives.own(self.arena.grads, a, b, rank):
+                    whole[start:end] = part_n[at : at + end - start]
+                    at += end - start
         return whole
-
-    def set_moments(self, whole: Any) -> None:
-        """Do the opposite of gather_moments. whole: m, v and ema of the whole arena and t, the
-        same on every rank."""
-        for mine, array in ((self.m, whole.m), (self.v, whole.v), (self.ema, whole.ema)):
-            if mine is None:
-                continue
-            values = np.concatenate([array[start:end] for start, end in self.owned])
-            if is_gpu(mine):
-                mine.set(values)
-            else:
-                mine[...] = values
-        self.t = whole.t
-        self.summed_version = -1
 
 
 class ShardedMuon(Muon, ShardedAdamW):

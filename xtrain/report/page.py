@@ -90,9 +90,13 @@ def write(folders: list[Path], out: Path | None = None) -> Path:
 def finish(folder: Path, run: Any, warn: Callable[[str], None]) -> None:
     """Write sentence.json and the page of a training run that has just ended.
 
-    An error is only a warning: the run is saved.
+    An error is only a warning: the run is saved. With ZeRO-3 no rank has the whole model to look
+    at: `xtrain report` reads it from the checkpoint.
     """
     try:
+        if run.parallel.zero == 3:
+            write([folder])
+            return
         (arrays,) = run.corpus.val_batches(1, 1, min(MOST_TOKENS, run.config.seq_len))
         ids, _, *starts = (x for x in arrays if x is not None)
         if starts:  # the first of several documents

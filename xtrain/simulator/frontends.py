@@ -194,19 +194,19 @@ def load_all(at_most: int = len(PACKAGES)):
     needs it cannot run either. Without Numba, own_cuda.py stands in for it."""
     error: ImportError | None = None
     for package in PACKAGES:
-        if len(_known) < at_most and package not in _known and _installed(package):
+        if len(_known) < at_most and package not in _known and installed(package):
             try:
                 _known[package] = Frontend(package)
             except ImportError as raised:
                 error = error or raised
     if error is not None and not _known:
         raise error
-    if OWN not in _known and not _installed(NUMBA):
+    if OWN not in _known and not installed(NUMBA):
         _known[OWN] = OwnFrontend()
         _known[OWN].cuda.stand_in()
 
 
-def _installed(package: str) -> bool:
+def installed(package: str) -> bool:
     """Can Python find the package? Not what stands in for it, or a None that hides it."""
     if package in sys.modules:
         return getattr(sys.modules[package], "__file__", None) is not None

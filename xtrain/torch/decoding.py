@@ -10,7 +10,7 @@ from ..kernels import elementwise as _elementwise
 from ..kernels import linear_cross_entropy as _linear_cross_entropy
 from ..kernels.decoding import logprobs as _logprobs
 from ..kernels.decoding import sampling as _sampling
-from ..kernels.gemm import linear_fwd
+from ..kernels.gemm import linear_into
 from ..kernels.runtime.launch import empty
 from .ops import autocast, new_like, rows_of, wide
 from .register import call, register_op
@@ -102,18 +102,20 @@ def _linear_logprobs(x, weight, tokens, want_dx, want_dweight, rows):
     sums = np.float64 if x.dtype == np.float64 else np.float32
     logprobs_N = empty(x, N, sums)
     step = _linear_cross_entropy.chunk_rows(N, rows or None)
+    logits = empty(x, (min(step, N), weight.shape[0]), sums)
     for first in range(0, N, max(step, 1)):
         part = slice(first, min(first + step, N))
-        logits = linear_fwd(x[part], weight, sums)
-        logprobs_N[part] = _logprobs.token_logprobs(logits, tokens[part])[0]
+        chunk = linear_into(logits[: part.stop - first], x[part], weight)
+        logprobs_N[part] = _logprobs.token_logprobs(chunk, tokens[part])[0]
     return logprobs_N
 
 
 def _linear_logprobs_backward(dlogprobs, x, weight, tokens, want_dx, want_dweight, rows):
     """-logprob is the cross-entropy, with a factor per row. The logits are computed again."""
     factors_N = _elementwise.scale_fwd(dlogprobs, -1.0)
+    sizes = (weight.shape[0], factors_N, want_dx, want_dweight, rows or None)
     _, dx, dweight = _linear_cross_entropy.linear_cross_entropy(
-        x, weight, tokens, weight.shape[0], factors_N, want_dx, want_dweight, rows or None
+        x, weight, tokens, *sizes, dw_dtype=weight.dtype
     )
     return empty(x, 0) if dx is None else dx, empty(weight, 0) if dweight is None else dweight
 

@@ -2,18 +2,22 @@
 
 A launcher in xtrain/kernels chooses its kernels, grids and scalars by shapes, strides, dtypes and
 alignment; it does not read values. So what it does for inputs that agree in these is a list, which
-is recorded once: memory to allocate, to clear, to copy, kernels with their packed parameters. To
-repeat it, the addresses of this call's tensors are written into the parameters. The GPU does the
-same, and the host much less.
+is recorded once: memory to allocate, to clear, to copy, products by cuBLAS, kernels with their
+packed parameters. To repeat it, the addresses of this call's tensors and its floats are written
+into the parameters. The GPU does the same, and the host much less.
 
 The list is recorded by running the launcher with placeholders, arrays that have a layout and no
 memory. A launcher that does anything else with an array than look at its layout, allocate with
-`empty` and `zeros`, and launch (a product by cuBLAS, a decision by values) fails there with an
-error before anything has run, and is called as usual from then on. Tensor maps, which contain
-addresses, are made once for each set of addresses.
+`empty` and `zeros`, multiply and launch (a decision by values, say) fails there with an error
+before anything has run, and is called as usual from then on. A float that a launcher does anything
+else with than give it to a kernel belongs to the layout: each value is recorded. Tensor maps, which
+contain addresses, are made once for each set of addresses.
 """
 
 import copy
+import ctypes
+import functools
+import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -24,13 +28,16 @@ import numpy as np
 import torch
 
 from ..device import cupy
+from ..kernels.gemm import cublas_product
 from ..kernels.runtime import launch
+from ..kernels.runtime.instead import Number
 from .arrays import TORCH_DTYPES, as_list, cuda_device, numpy_dtype, on_stream, run_launcher
 
 ALIGNMENT = 16  # bytes: what a launcher may ask of an address
 SHIFT = 44  # the placeholder of array n has the address (n + 1) << SHIFT
 BLOCK = 512  # bytes: what torch rounds allocations up to
 MAX_KNOWN = 1 << 12  # signatures of an op
+MAX_VALUES = 64  # of the floats of one signature
 
 
 class Placeholder:
@@ -90,11 +97,12 @@ class Placeholder:
         return Placeholder(self.recording, address, tuple(shape), self.dtype, self.strides)
 
     def __setitem__(self, where: Any, value: "Placeholder") -> None:
-        """Record that all elements are copied from another array. Rows may be further apart."""
-        same = where is ... and self.dtype == value.dtype and self.shape == value.shape
-        if not (same and self.ndim and self._has_dense_rows() and value._has_dense_rows()):
-            raise TypeError("only copies of whole arrays can be recorded")
-        self.recording.steps.append(_Copy(self, value))
+        """Record that elements are copied from another array. Rows may be further apart."""
+        target = self if where is ... else self[where]
+        same = target.dtype == value.dtype and target.shape == value.shape
+        if not (same and self.ndim and target._has_dense_rows() and value._has_dense_rows()):
+            raise TypeError("only copies of arrays with dense rows can be recorded")
+        self.recording.steps.append(_Copy(target, value))
 
     def _has_dense_rows(self):
         row = Placeholder(self.recording, 0, self.shape[1:], self.dtype, self.strides[1:])
@@ -126,7 +134,7 @@ class _Clear:
         self.nbytes = array.nbytes
         self.memset = cupy().cuda.runtime.memsetAsync
 
-    def __call__(self, addresses: list[int], stream: int) -> None:
+    def __call__(self, addresses: list[int], numbers: list[float], stream: int) -> None:
         if self.nbytes:
             self.memset(addresses[self.place] + self.offset, 0, self.nbytes, stream)
 
@@ -153,7 +161,7 @@ class _Copy:
             to, pitch, of, source_pitch, array.nbytes // rows, rows, kind, stream
         )
 
-    def __call__(self, addresses: list[int], stream: int) -> None:
+    def __call__(self, addresses: list[int], numbers: list[float], stream: int) -> None:
         if self.nbytes:
             target = addresses[self.place] + self.offset
             self.start(target, addresses[self.source] + self.source_offset, stream)
@@ -171,18 +179,48 @@ class _Launch:
         self.words = prepared.words
         self.start = prepared.start
         self.moving = [(i, *_split(self.words[i])) for i in prepared.addresses]
+        scalars = [a for a in args if isinstance(a, (np.generic, Number))]
+        self.numbers = [  # as ctypes's floats in the parameters, and which float they become
+            (ctypes.c_float.from_buffer(self.words, 8 * i), a.n)
+            for i, a in zip(prepared.scalars, scalars)
+            if isinstance(a, Number)
+        ]
 
-    def __call__(self, addresses: list[int], stream: int) -> None:
+    def __call__(self, addresses: list[int], numbers: list[float], stream: int) -> None:
         words = self.words
         for i, place, offset in self.moving:
             words[i] = addresses[place] + offset
+        for word, n in self.numbers:
+            word.value = numbers[n]
         self.start(stream)
 
 
+class _Product:
+    """Compute a product by cuBLAS."""
+
+    def __init__(self, index: int, c: Placeholder, a: Placeholder, b: Placeholder, *options: Any):
+        self.name = "a product"
+        self.index = index
+        self.operands = [_located(x) for x in (c, a, b)]
+        self.places = [_split(x.address) for x in (c, a, b)]
+        self.compute: Callable = functools.partial(cublas_product, *self.operands, *options)
+
+    def __call__(self, addresses: list[int], numbers: list[float], stream: int) -> None:
+        for x, (place, offset) in zip(self.operands, self.places):
+            x.data.ptr = addresses[place] + offset
+        if torch.cuda.is_current_stream_capturing():
+            with on_stream(self.index, stream, True):
+                self.compute()
+        else:
+            self.compute(stream=stream)
+
+
 def _located(a):
-    """Return a placeholder with what PreparedLaunch reads of an array of CuPy; a scalar as it is."""
+    """Return a placeholder with the address of an array of CuPy; a scalar as it is."""
     if isinstance(a, np.generic):
         return a
+    if isinstance(a, Number):
+        return np.float32(0)
     if not isinstance(a, Placeholder):
         raise TypeError(f"a kernel reads an array that is not the op's own: {type(a).__name__}")
     located = copy.copy(a)
@@ -226,7 +264,7 @@ class Recording:
         self.device = cupy().cuda.Device(index)
         self.count = 0  # of arrays
         self.made: dict[int, _Block | _Derived] = {}  # array -> where it comes from, but for inputs
-        self.steps: list[_Clear | _Copy | _Launch] = []
+        self.steps: list[_Clear | _Copy | _Launch | _Product] = []
 
     def input(self, x: torch.Tensor) -> Placeholder:
         """Return the placeholder of the next argument."""
@@ -250,6 +288,10 @@ class Recording:
         if resident:
             raise TypeError("launches of resident blocks are not repeated")
         self.steps.append(_Launch(kernel, grid, block, args, shared, overlap))
+
+    def product(self, c: Placeholder, a: Placeholder, b: Placeholder, *options: Any) -> None:
+        """Record a product."""
+        self.steps.append(_Product(self.device.id, c, a, b, *options))
 
     def _next(self, residue, *layout):
         self.count += 1
@@ -288,8 +330,8 @@ class Launches:
                 self.scratch += -(-nbytes // BLOCK) * BLOCK
         self.derives = any(isinstance(made, _Derived) for made in self.made)
 
-    def repeat(self, addresses: list[int], stream: int) -> list[torch.Tensor]:
-        """Do it for inputs at these addresses, and return the results."""
+    def repeat(self, addresses: list[int], numbers: list[float], stream: int) -> list[torch.Tensor]:
+        """Do it for inputs at these addresses and for these floats, and return the results."""
         device = self.device
         capturing = self.derives and torch.cuda.is_current_stream_capturing()
         first = 0
@@ -312,7 +354,7 @@ class Launches:
         with self.lock:
             for step in self.steps:
                 try:
-                    step(addresses, stream)
+                    step(addresses, numbers, stream)
                 except Exception as error:
                     raise RuntimeError(
                         f"the driver rejected the launch of {step.name}: {error}"
@@ -323,21 +365,33 @@ class Launches:
 def record(launcher: Callable, arguments: Sequence[Any], index: int) -> Launches | None:
     """Record what a launcher does with arguments of this layout on a GPU, without doing it.
 
+    arguments: tensors; floats are what they are, Numbers are different in each repetition.
     None if it cannot be recorded: run_launcher does the work then, or says what is wrong.
     """
     instead = launch.instead
-    before = instead.allocate, instead.launch, instead.derive
+    before = instead.allocate, instead.launch, instead.product, instead.derive
     try:
         recording = Recording(index)
         given = [recording.input(a) if isinstance(a, torch.Tensor) else a for a in arguments]
         instead.allocate = recording.allocate
         instead.launch = recording.launch
+        instead.product = recording.product
         instead.derive = recording.derive
         return Launches(recording, as_list(launcher(*given)))
     except Exception:
         return None
     finally:
-        instead.allocate, instead.launch, instead.derive = before
+        instead.allocate, instead.launch, instead.product, instead.derive = before
+
+
+class _ByValue:
+    """The launches of a launcher that does more with its floats than give them to kernels.
+
+    None once there are more than MAX_VALUES floats, which come from a schedule and never return.
+    """
+
+    def __init__(self):
+        self.recorded: dict[tuple[float, ...], Launches | None] = {}
 
 
 class Repeatable:
@@ -350,7 +404,7 @@ class Repeatable:
     def __init__(self, launcher: Callable, strided: frozenset[int]):
         self.launcher = launcher
         self.strided = strided
-        self.known: dict[tuple, Launches | None] = {}
+        self.known: dict[tuple, Launches | _ByValue | None] = {}
 
     def __call__(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
         """Return the launcher's results for tensors in place of arrays."""
@@ -358,9 +412,13 @@ class Repeatable:
         mode = launch.mode()
         layout: list[Any] = [mode]
         addresses = []
+        numbers = []
         index = -1
         for i, a in enumerate(arguments):
             if not isinstance(a, torch.Tensor):
+                if type(a) is float:
+                    numbers.append(a)
+                    a = float
                 layout.append(a)
                 continue
             address = a.data_ptr()
@@ -374,14 +432,16 @@ class Repeatable:
             layout += (a.shape, a.dtype, index)
         alone = len(set(addresses)) == len(addresses)  # a launcher may compare addresses
         if index >= 0 and alone and mode is not None and current_device() == index:
-            launches = self._launches(tuple(layout), given, index)
+            launches = self._launches(tuple(layout), numbers, given, index)
             if launches is not None:
-                return launches.repeat(addresses, current_stream(index))
+                return launches.repeat(addresses, numbers, current_stream(index))
         return run_launcher(self.launcher, given)
 
-    def _launches(self, layout, given, index):
+    def _launches(self, layout, numbers, given, index):
+        """Return the launches of these arguments; None: they are not repeated."""
         try:
-            return self.known[layout]
+            found = self.known[layout]
+            return found.recorded[tuple(numbers)] if type(found) is _ByValue else found
         except KeyError:
             pass
         if torch.cuda.is_current_stream_capturing():  # no kernel can be loaded now
@@ -390,8 +450,22 @@ class Repeatable:
             return None  # run_launcher says that this is wrong
         if len(self.known) >= MAX_KNOWN:
             self.known.clear()
-        found = self.known[layout] = record(self.launcher, given, index)
+        values = self.known.get(layout)
+        if values is None:
+            found = self.known[layout] = record(self.launcher, _with_numbers(given), index)
+            if found is not None or not numbers:
+                return found
+            values = _ByValue()
+        found = record(self.launcher, given, index)
+        values.recorded[tuple(numbers)] = found
+        self.known[layout] = values if len(values.recorded) <= MAX_VALUES else None
         return found
+
+
+def _with_numbers(arguments):
+    """Return the arguments with Numbers in place of floats."""
+    n = itertools.count()
+    return [Number(next(n)) if type(a) is float else a for a in arguments]
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

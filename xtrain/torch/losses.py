@@ -5,11 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from ..kernels import cast as _cast
 from ..kernels import cross_entropy as _cross_entropy
 from ..kernels import linear_cross_entropy as _linear_cross_entropy
 from ..kernels import softmax as _softmax
-from ..kernels.runtime.launch import dtype_name, empty
+from ..kernels.runtime.launch import empty, empty_like
 from .ops import autocast, new_like, rows_of, wide
 from .register import call, register_op
 
@@ -18,24 +17,16 @@ from .register import call, register_op
 def _linear_forward(x, weight, targets, inv_count, want_dx, want_dweight, rows):
     if inv_count is None:
         inv_count = _cross_entropy.count_targets(targets)
+    sizes = (weight.shape[0], inv_count, want_dx, want_dweight, rows or None)
     loss_N, dx, dweight = _linear_cross_entropy.linear_cross_entropy(
-        x, weight, targets, weight.shape[0], inv_count, want_dx, want_dweight, rows or None
+        x, weight, targets, *sizes, dw_dtype=weight.dtype
     )
     loss = _cross_entropy.mean_loss(loss_N, inv_count).reshape(())
     if dx is None:
         dx = empty(x, 0)
     if dweight is None:
         dweight = empty(weight, 0)
-    elif dtype_name(weight.dtype) == "bfloat16":  # it is added up in float32
-        dweight = _cast.cast_fwd(dweight, weight.dtype)
     return loss, dx, dweight
-
-
-def _copy(x):
-    """Return a copy in memory of torch, for a kernel that overwrites its input."""
-    y = empty(x, x.shape)
-    y[...] = x
-    return y
 
 
 def _multiply(gradient, factor):
@@ -75,7 +66,8 @@ def linear_cross_entropy(
     x: (..., C), weight: (V, C), both float32 or both bf16; under autocast they are converted.
     targets: (...) integers below V; those that are -100 do not count.
     count: the loss is the sum over the targets divided by it; None: by the number of targets.
-    rows: logits that exist at a time; 0: 2048.
+    rows: logits that exist at a time; 0: 2048. In bf16 the gradient of weight is rounded after each
+        of these chunks, as that of a micro-batch is.
     The forward computes the gradients, too, and backward multiplies them by the gradient of the
     loss, in place: a second backward through the same loss raises an error.
     A target outside the vocabulary raises ValueError on the CPU; on a GPU the loss is NaN.
@@ -100,7 +92,8 @@ def inverse(count: Tensor | float | None, x: Tensor) -> Tensor | None:
 def _cross_entropy_forward(logits, targets, inv_count):
     if inv_count is None:
         inv_count = _cross_entropy.count_targets(targets)
-    gradient = _copy(logits)  # the kernel overwrites the logits
+    gradient = empty_like(logits)  # in memory of torch
+    gradient[...] = logits  # which the kernel overwrites
     loss_N, gradient = _cross_entropy.cross_entropy(gradient, targets, logits.shape[1], inv_count)
     return _cross_entropy.mean_loss(loss_N, inv_count).reshape(()), gradient
 
@@ -127,14 +120,22 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float | None 
 
 
 # ----------------------------------------------------------------------------- softmax
+def _softmax_forward(s, T, scale, causal):
+    return _softmax.causal_softmax_fwd(s, T, scale, causal, empty_like(s))
+
+
+def _softmax_backward(dp, p, T, scale, causal):
+    return _softmax.causal_softmax_bwd(dp, p, T, scale, causal, empty_like(dp))
+
+
 _softmax_backward_op = register_op(
     "xtrain::softmax_backward(Tensor dp, Tensor p, int T, float scale, bool causal) -> Tensor ds",
-    lambda dp, *others: _softmax.causal_softmax_bwd(_copy(dp), *others),
+    _softmax_backward,
     fake=lambda dp, p, T, scale, causal: new_like(p, p.shape),
 )
 _softmax_op = register_op(
     "xtrain::softmax(Tensor s, int T, float scale, bool causal) -> Tensor p",
-    lambda s, *others: _softmax.causal_softmax_fwd(_copy(s), *others),
+    _softmax_forward,
     fake=lambda s, T, scale, causal: new_like(s, s.shape),
     backward=_softmax_backward_op,
 )

@@ -21,7 +21,7 @@ from ..kernels import rmsnorm as _rmsnorm
 from ..kernels import rope as _rope
 from ..kernels import silu_mul as _silu_mul
 from ..kernels import swiglu as _swiglu
-from ..kernels.runtime.launch import empty, zeros
+from ..kernels.runtime.launch import empty, empty_like, zeros
 from .register import call, register_op
 
 
@@ -56,16 +56,6 @@ def _statistics(x):
     return new_like(x, math.prod(x.shape[:-1]), wide(x))
 
 
-def _sums_like(like, weight):
-    """Return zeros with the shape of a weight, for its gradient: float64 if it is, else float32."""
-    return zeros(like, weight.shape, np.float64 if weight.dtype == np.float64 else np.float32)
-
-
-def _as_weight(sums, weight):
-    """Return the gradient of a weight in its dtype."""
-    return _cast.cast_fwd(sums, weight.dtype)
-
-
 # ----------------------------------------------------------------------------- norms
 # The launchers take rows, the ops any leading axes: a reshape of arrays costs less than one of
 # tensors, which autograd records.
@@ -75,9 +65,9 @@ def _rmsnorm_forward(x, weight, eps):
 
 
 def _rmsnorm_backward(dy, x, weight, rstd):
-    dweight = _sums_like(dy, weight)
-    dx = _rmsnorm.rmsnorm_bwd(rows_of(dy), rows_of(x), weight, rstd, dweight)
-    return dx.reshape(x.shape), _as_weight(dweight, weight)
+    dweight = empty_like(weight)
+    dx = _rmsnorm.rmsnorm_bwd(rows_of(dy), rows_of(x), weight, rstd, dweight, add=False)
+    return dx.reshape(x.shape), dweight
 
 
 _rmsnorm_backward_op = register_op(
@@ -107,12 +97,12 @@ def _residual_forward(x, r, weight, eps):
 
 
 def _residual_backward(dh, dy, h, weight, rstd):
-    dweight = _sums_like(dy, weight)
+    dweight = empty_like(weight)
     if dh is not None:
         dh = rows_of(_cast.cast_fwd(dh, dy.dtype))
     rows = rows_of(dy), rows_of(h)
-    dx = _residual.residual_rmsnorm_bwd(dh, *rows, weight, rstd, dweight)
-    return dx.reshape(h.shape), _as_weight(dweight, weight)
+    dx = _residual.residual_rmsnorm_bwd(dh, *rows, weight, rstd, dweight, add=False)
+    return dx.reshape(h.shape), dweight
 
 
 _residual_backward_op = register_op(
@@ -215,8 +205,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -
 
 
 def _qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, H, G, T, eps):
-    weights = (_float(q_weight), _float(k_weight))
-    arguments = (qkv, *weights, cos, sin, H, G, T, eps, positions)
+    arguments = (qkv, q_weight, k_weight, cos, sin, H, G, T, eps, positions)
     q, k, values, rstd = _qk_norm_rope.qk_norm_rope_fwd(*arguments)
     v = empty(qkv, values.shape)  # a result of an op is no part of an argument
     v[...] = values
@@ -228,27 +217,12 @@ def _qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, H, G, T,
 def _qk_norm_rope_backward(dq, dk, dv, qkv, q_weight, k_weight, rstd, cos, sin, positions, H, G, T):
     dqkv = empty(qkv, qkv.shape)
     _qk_norm_rope.values_of(dqkv, H, G, 2 * cos.shape[1])[...] = dv
-    weights = (_float(q_weight), _float(k_weight))
-    normalise = q_weight is not None
-    sums = [_sums_like(qkv, w) for w in weights] if normalise else [None, None]
+    norm = (q_weight, k_weight, None if q_weight is None else rstd)
+    sums = [None if w is None else empty_like(w) for w in (q_weight, k_weight)]
     _qk_norm_rope.qk_norm_rope_bwd(
-        dqkv,
-        dq,
-        dk,
-        qkv,
-        *weights,
-        rstd if normalise else None,
-        cos,
-        sin,
-        H,
-        G,
-        T,
-        *sums,
-        positions,
+        dqkv, dq, dk, qkv, *norm, cos, sin, H, G, T, *sums, positions, add=False
     )
-    if normalise:
-        return dqkv, *sums
-    return dqkv, empty(qkv, 0), empty(qkv, 0)
+    return dqkv, *[empty(qkv, 0) if dw is None else dw for dw in sums]
 
 
 _QK = "Tensor qkv, Tensor? q_weight, Tensor? k_weight"
@@ -314,9 +288,9 @@ def qk_norm_rope(
 def _norm_rope_forward(x, weight, cos, sin, positions, T, eps):
     """The heads of one tensor are the query heads of a packed product without keys."""
     H, D = x.shape[-2:]
-    w = _float(weight)
     rows = x.reshape(math.prod(x.shape[:-2]), H * D)
-    found = _qk_norm_rope.qk_norm_rope_fwd(rows, w, w, cos, sin, H, 0, T, eps, positions)
+    arguments = (rows, weight, weight, cos, sin, H, 0, T, eps, positions)
+    found = _qk_norm_rope.qk_norm_rope_fwd(*arguments)
     return found[0].reshape(x.shape), found[3]
 
 
@@ -324,14 +298,14 @@ def _norm_rope_backward(dy, x, weight, rstd, cos, sin, positions, T):
     H, D = x.shape[-2:]
     N = math.prod(x.shape[:-2])
     dx = empty(x, (N, H * D))
-    w = _float(weight)
-    sums = [_sums_like(x, w) for _ in range(2)]
+    dweight = empty_like(weight)
     gradients = (dx, dy.reshape(N, H, D), empty(x, (N, 0, D)))
-    rows = x.reshape(N, H * D)
+    norm = (x.reshape(N, H * D), weight, weight, rstd)
+    sums = (dweight, empty_like(weight))  # the second: of the keys, of which there are none
     _qk_norm_rope.qk_norm_rope_bwd(
-        *gradients, rows, w, w, rstd, cos, sin, H, 0, T, *sums, positions
+        *gradients, *norm, cos, sin, H, 0, T, *sums, positions, add=False
     )
-    return dx.reshape(x.shape), _as_weight(sums[0], weight)
+    return dx.reshape(x.shape), dweight
 
 
 _norm_rope_backward_op = register_op(
@@ -368,18 +342,11 @@ def norm_rope(
     return call(_norm_rope_op, x, weight, cos, sin, positions, T, eps)[0]
 
 
-def _float(w):
-    """Return a norm weight in float32, or None."""
-    if w is None or w.dtype == np.float64:
-        return w
-    return _cast.cast_fwd(w, np.float32)
-
-
 # ----------------------------------------------------------------------------- embedding
 def _embedding_backward(dy, ids, weight):
-    dweight = _sums_like(dy, weight)
+    dweight = zeros(dy, weight.shape, weight.dtype)
     _embedding.embedding_bwd(dy, ids, dweight)
-    return _as_weight(dweight, weight)
+    return dweight
 
 
 _embedding_backward_op = register_op(

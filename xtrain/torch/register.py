@@ -27,8 +27,10 @@ arrays. CPU tensors run what the launcher does with NumPy arrays, CUDA tensors w
 CuPy arrays. It returns new arrays, in the order of the results. Arguments that the schema marks as
 changed, `Tensor(a!) x`, are changed in place.
 
-On a GPU the launches of a launcher that only allocates and launches are recorded once for each
-layout of the arguments and repeated (launches.py). So let it choose them by its arguments alone.
+On a GPU the launches of a launcher that only allocates, multiplies and launches are recorded once
+for each layout of the arguments and repeated (launches.py). So let it choose them by its arguments
+alone. A float that it hands to `launch`, through as_float32 if it may be an integer, may be another
+in each call; with a float that it computes with, or compares, each value is recorded.
 """
 
 import dataclasses
@@ -258,57 +260,60 @@ def _refuse(qualified):
 
 
 def _formula(op, backward, gradients):
-    """Return backward and setup_context of an op for torch.library.register_autograd."""
+    """Return backward and setup_context of an op for torch.library.register_autograd.
+
+    The values that backward needs are, in this order, gradients of results, saved tensors, and
+    other saved values; `order` is their order among its arguments.
+    """
     arguments = [a.name for a in op._schema.arguments]
-    outputs = [r.name for r in op._schema.returns]
-    place = {name: i for i, name in enumerate((*arguments, *outputs))}
+    results = [r.name for r in op._schema.returns]
+    is_tensor = {a.name: "Tensor" in str(a.type) for a in op._schema.arguments}
     names, optional, compute = _backward_names(op, backward, gradients)
-    saved = [i for i, name in enumerate(names) if name in place]  # in names; others: gradients
-    source = [place[names[i]] for i in saved]
-    given: list[tuple[int, int, bool]] = []  # in names, which output, may be None
-    for i, name in enumerate(names):
-        if i in saved:
-            continue
-        if name[:1] != "d" or name[1:] not in outputs:
+    tensors = [n for n in names if n in results or is_tensor.get(n)]
+    others = [n for n in names if n in arguments and n not in tensors]
+    given = [n for n in names if n not in tensors and n not in others]
+    for name in given:
+        if name[:1] != "d" or name[1:] not in results:
             raise ValueError(
                 f"the backward of {op._schema.name}: {name} is neither an argument or a result of "
                 "the op, nor d and the name of a result"
             )
-        given.append((i, outputs.index(name[1:]), name in optional))
-    constant = [k for k in range(len(outputs)) if k not in [output for _, output, _ in given]]
+    place = {name: i for i, name in enumerate((*arguments, *results))}
+    saved = [place[n] for n in tensors]
+    kept = [place[n] for n in others]
+    outputs = [results.index(n[1:]) for n in given]
+    required = [i for i, n in enumerate(given) if n not in optional]
+    constant = [k for k in range(len(results)) if k not in outputs]
+    order = [(*given, *tensors, *others).index(n) for n in names]
 
     def setup_context(ctx, inputs: Sequence[Any], output: Any):
-        results = output if isinstance(output, tuple) else (output,)
-        values = (*inputs, *results)
+        found = output if isinstance(output, tuple) else (output,)
+        values = (*inputs, *found)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[results[k] for k in constant])
-        kept = [values[i] for i in source]
-        tensors = [x if isinstance(x, torch.Tensor) else None for x in kept]
-        ctx.save_for_backward(*tensors)
-        ctx.others = [x if t is None else None for x, t in zip(kept, tensors)]
+        ctx.mark_non_differentiable(*[found[k] for k in constant])
+        ctx.save_for_backward(*[values[i] for i in saved])
+        ctx.others = [values[i] for i in kept]
         if len(given) > 1:  # one of them may be missing
-            ctx.results = [(y.shape, y.dtype, y.device) for y in results]
+            ctx.layouts = [(found[k].shape, found[k].dtype, found[k].device) for k in outputs]
 
     def formula(ctx, *grads):
-        if all([grads[output] is None for _, output, _ in given]):
+        values = [grads[k] for k in outputs]
+        if all([g is None for g in values]):
             return (None,) * len(arguments)
-        values: list[Any] = [None] * len(names)
-        for i, x, other in zip(saved, ctx.saved_tensors, ctx.others):
-            values[i] = other if x is None else x
-        for i, output, may_be_none in given:
-            values[i] = grads[output]
-            if values[i] is None and not may_be_none:
-                shape, dtype, device = ctx.results[output]
+        for i in required:
+            if values[i] is None:
+                shape, dtype, device = ctx.layouts[i]
                 values[i] = torch.zeros(shape, dtype=dtype, device=device)
-        found = compute(*values)
-        return tuple([x if needs else None for x, needs in zip(found, ctx.needs_input_grad)])
+        values += ctx.saved_tensors
+        values += ctx.others
+        return compute(*[values[i] for i in order])
 
     return formula, setup_context
 
 
 def _backward_names(op, backward, gradients):
     """Return the names that the backward of an op needs, those that may be None, and a function of
-    the named values that returns a gradient, or None, for each argument."""
+    the named values that returns a gradient, or None, for each argument, as a tuple."""
     inputs = [a.name for a in op._schema.arguments]
     if not hasattr(backward, "_schema"):
         names = list(inspect.signature(backward).parameters)
@@ -321,7 +326,7 @@ def _backward_names(op, backward, gradients):
                     "create_graph"
                 )
             found = backward(*values)
-            return [found.get(name) for name in inputs]
+            return tuple([found.get(name) for name in inputs])
 
         return names, (), compute_checked
     arguments = backward._schema.arguments
@@ -335,6 +340,6 @@ def _backward_names(op, backward, gradients):
         found = call(backward, *values)
         if not isinstance(found, tuple):
             found = (found,)
-        return [None if i is None else found[i] for i in places]
+        return tuple([None if i is None else found[i] for i in places])
 
     return names, optional, compute

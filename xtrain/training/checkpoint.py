@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from ..config import ModelConfig
-from ..device import HostCopies, is_gpu, to_device, to_numpy
+from ..device import HostCopies, to_device
 from ..errors import UserError
 from ..files import cannot_write, publish, sync, sync_folder
 from ..formats import huggingface
@@ -49,6 +49,7 @@ from ..formats.saved_runs import EMA, STATE, Saved, best, folders, open_checkpoi
 from ..formats.tensor_file import read_header, write_safetensors
 from ..nn.autograd import Tensor
 from ..nn.model import Transformer
+from ..nn.optim import AdamW
 
 OPTIMIZER = "optimizer.safetensors"
 # the files of a RunLog
@@ -94,16 +95,24 @@ class Snapshot:
 def snapshot(
     model: Transformer, moments: Any, state: dict[str, Any], tokenizer: Any, copies: HostCopies
 ) -> Snapshot:
-    """Copy everything that a checkpoint holds. moments: an object with m, v and ema of the whole
-    arena, and t (AdamW).
+    """Copy everything that a checkpoint holds. moments: an AdamW, or an object with m, v and ema of
+    the whole arena in host memory and t, whose arrays no later step changes.
 
     The arrays belong to `copies`: make the next snapshot with it only when this one is no longer in
     use.
     """
-    w, m, v = (
-        copies(name, array)
-        for name, array in (("w", model.arena.weights), ("m", moments.m), ("v", moments.v))
-    )
+    in_host_memory: Callable[[str, Any], Any]
+    if isinstance(moments, AdamW):
+        in_host_memory = copies
+    else:  # they were gathered there, and belong to this snapshot
+        in_host_memory = lambda name, array: array
+    weights = model.arena.weights
+    if weights is None:  # with ZeRO-3 they were gathered, too
+        w = moments.weights
+    else:
+        w = copies("w", weights)
+    m = in_host_memory("m", moments.m)
+    v = in_host_memory("v", moments.v)
     fp8 = model.fp8
     scales = {}
     if fp8 is not None and fp8.ready:
@@ -111,7 +120,7 @@ def snapshot(
     if moments.ema is None:
         ema = {}
     else:
-        ema = dict(model.views(copies("ema", moments.ema)))
+        ema = dict(model.views(in_host_memory("ema", moments.ema)))
     tensors = dict(model.views(w))
     exact: dict[str, Any] = {}
     if huggingface.offset_of_norms(model):
@@ -309,21 +318,20 @@ def _has_unlisted(folder):
 
 
 # ----------------------------------------------------------------------------- loading
-def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
+def load(saved: Saved, model: Transformer, optimizer: AdamW) -> None:
     """Fill model and optimizer. Raises UserError if the files are damaged or belong to another
     model.
 
-    optimizer: AdamW, or any object with m, v and ema of the whole arena, and t. A run that was
-    saved without a moving average begins it with the weights. Names and shapes are checked first:
+    A run that was saved without a moving average begins it with the weights. Names and shapes are checked first:
     if they do not fit, model and optimizer are unchanged.
     """
     path = saved.folder / OPTIMIZER
-    moments = {"m": optimizer.m, "v": optimizer.v}
+    places = list(model.places())
     stored = read_header(path)
-    for letter, array in moments.items():
-        for name, view in model.views(array):
+    for letter in ("m", "v"):
+        for name, _, shape in places:
             tensor = stored.get(f"{letter}.{name}")
-            if tensor is None or tensor.shape != view.shape:
+            if tensor is None or tensor.shape != shape:
                 raise UserError(
                     f"{path} does not belong to this model ({letter}.{name}): resume with the "
                     "options of that run"
@@ -338,23 +346,14 @@ def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
         if f"w.{name}" in stored:
             parameter.data = to_device(stored[f"w.{name}"].read(), model.device)
     huggingface.read_companions(model, saved.folder)
-    for letter, array in moments.items():
-        values = np.zeros(array.shape, np.float32)
-        for name, view in model.views(values):
-            view[...] = stored[f"{letter}.{name}"].read()
-        if is_gpu(array):
-            array[...] = to_device(values, model.device)
-        else:
-            array[...] = values
-    if optimizer.ema is not None:
-        values = to_numpy(model.arena.weights).copy()
-        for name, view in model.views(values):
-            if has_average:
-                view[...] = stored.get(f"ema.{name}", average[name]).read()
-        if is_gpu(optimizer.ema):
-            optimizer.ema[...] = to_device(values, model.device)
-        else:
-            optimizer.ema[...] = values
+    for letter in ("m", "v"):
+        for name, start, _ in places:
+            optimizer.assign_state(letter, start, stored[f"{letter}.{name}"].read())
+    optimizer.start_average()
+    if has_average:
+        for name, start, _ in places:
+            tensor = stored.get(f"ema.{name}", average[name])
+            optimizer.assign_state("ema", start, tensor.read())
     scale = stored.get("fp8.scale")
     fp8 = model.fp8
     # none, or for other matrices: after --allow-change precision or fp8_head. The first step

@@ -208,7 +208,8 @@ class Loop:
         is_best = (due.validation or due.tasks) and self.judge(due)
         if due.sample:
             run.parallel.report_progress()
-            log.sample(run.done, run.sample() if run.ranks.rank == 0 else "")
+            takes_part = run.ranks.rank == 0 or run.parallel.zero == 3
+            log.sample(run.done, run.sample() if takes_part else "")
         if due.checkpoint or is_best or self.enough:
             self.save()
 

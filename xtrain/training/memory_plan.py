@@ -59,6 +59,7 @@ KINDS = {  # what an op's forward allocates; ops that are not listed go by their
     "SwiGLULinear": "outputs of projections",
     "Routing": "experts",
     "ExpertMLP": "experts",
+    "LoraExpertMLP": "experts",
     "CrossEntropy": "logits",
     "LinearCrossEntropy": "gradients of the head",
     "LinearDistillation": "gradients of the head",
@@ -550,17 +551,6 @@ def parameters(config: ModelConfig) -> int:
     """Return the number of parameters in the arena, padding included."""
     with planning(config.padded_vocab_size):
         return Transformer(config, None, "gpu").arena.weights.size
-
-
-def zero1(plan: Plan, ranks: int) -> float:
-    """Return bytes reserved on each of `ranks` GPUs that divide moments, moving average and float32
-    master weights among them (Rajbhandari et al. 2020, stage 1). In fp32 every rank keeps all
-    weights, because the forward pass reads them.
-    """
-    divided = plan.kinds["moments"] + plan.kinds.get("moving average", 0)
-    if "bf16 copy of the weights" in plan.kinds:
-        divided += plan.kinds["weights"]
-    return plan.reserved - divided * (1 - 1 / ranks)
 
 
 def largest(fits: Callable[[int], bool], most: int = 1 << 16) -> int:

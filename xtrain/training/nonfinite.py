@@ -56,10 +56,6 @@ def spike(before: list[float], loss: float, limit: float) -> float | None:
 
 
 # ----------------------------------------------------------------------------- the first value that is not finite
-class _Found(Exception):
-    pass
-
-
 def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
     """Find the first array with NaN or infinity in a step -> its description, None if all are
     finite.
@@ -70,13 +66,16 @@ def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
     """
     model.arena.refresh()  # the bf16 copy, if there is one
     names = _names(model)
+    place: list[str] = []
     for name, array in names.values():
         if found := count_nonfinite(array):
-            return f"the weights {name}, before the step ({found})"
+            place.append(f"the weights {name}, before the step ({found})")
 
     @contextlib.contextmanager
     def check(op: Op) -> Iterator[None]:
         yield
+        if place:  # the step goes on: other ranks may wait for this one's part of it
+            return
         # an op without a name is a layer: it returns results of its ops, which were checked
         for array in op.outputs if op.name else ():
             if found := count_nonfinite(array):
@@ -84,16 +83,13 @@ def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
                 weights = ""
                 if used:
                     weights = f" with {', '.join(used)}"
-                raise _Found(
-                    f"{op.layer or 'outside the layers'}, {op.name}{weights}, {op.way} ({found})"
-                )
+                where = op.layer or "outside the layers"
+                place.append(f"{where}, {op.name}{weights}, {op.way} ({found})")
+                return
 
-    try:
-        with observe_ops(check):
-            step()
-    except _Found as error:
-        return str(error)
-    return None
+    with observe_ops(check):
+        step()
+    return place[0] if place else None
 
 
 def _names(model):
@@ -103,6 +99,9 @@ def _names(model):
         name = prefix + (
             next(iter(p.parts)) if len(p.parts) == 1 else "{" + ",".join(p.parts) + "}"
         )
+        if p.unit is not None and p.unit.is_layer:  # with ZeRO-3
+            names[id(p._data)] = (name, p.unit.share_of(p.offset, p.size))
+            continue
         for array in (p.value, p.data):
             names[id(array)] = (name, array)
     return names

@@ -17,12 +17,13 @@ from ..machine import free_memory
 from ..nn.model import bf16_obstacle
 from . import memory_plan
 from .single_process import SINGLE_PROCESS, SingleProcess
+from .zero_plan import MOMENTS, zero3_kinds
 
 SHOWN_KINDS = 6  # lines of the plan in the message
 MARGIN = 1.1  # a run is refused if it needs so much more than there is: plans are not exact
 WORKSPACE = "workspace of cuBLAS"
-MOMENTS = ("moments", "moving average")  # kinds of a plan, those that ZeRO-1 divides
-STATE = ("frozen weights", "weights", "gradients", *MOMENTS)  # what stays from step to step
+# what stays from step to step
+STATE = ("frozen weights", "weights", "gathered weights", "gradients", *MOMENTS)
 
 
 class OutOfMemory(UserError):
@@ -105,10 +106,10 @@ def needed(
     plan = memory_plan.plan(model, *shape, *options)
     if device == "gpu":
         return Needed(plan.reserved + int(memory_plan.OUTSIDE), plan.kinds)
-    return _on_cpu(c, plan.kinds, ranks)
+    return _on_cpu(c, model, plan.kinds, ranks)
 
 
-def _on_cpu(c: Any, planned: dict[str, int], ranks: SingleProcess) -> Needed:
+def _on_cpu(c: Any, model: ModelConfig, planned: dict[str, int], ranks: SingleProcess) -> Needed:
     """Return the most that is in use at one time: in the passes of a step, in its update, or while
     a checkpoint is copied."""
     in_passes = {name: n for name, n in planned.items() if name != WORKSPACE}
@@ -116,9 +117,12 @@ def _on_cpu(c: Any, planned: dict[str, int], ranks: SingleProcess) -> Needed:
     shards = 1
     if ranks.world > 1 and c.sharded:
         shards = ranks.world
-    for name in MOMENTS:
-        if name in in_passes:
-            in_passes[name] //= shards
+    if shards > 1 and c.zero_stage == 3:
+        in_passes |= zero3_kinds(planned, model, c.precision, shards)
+    else:
+        for name in MOMENTS:
+            if name in in_passes:
+                in_passes[name] //= shards
     state = {name: in_passes[name] for name in STATE if name in in_passes}
     copies = {}
     if ranks.world == 1:  # otherwise only one of them writes checkpoints
@@ -129,7 +133,7 @@ def _on_cpu(c: Any, planned: dict[str, int], ranks: SingleProcess) -> Needed:
         kept = copies
     at_one_time = [in_passes | kept, state | copies]
     if c.optimizer == "adamw":
-        temporaries = 3 * state["weights"] // shards
+        temporaries = 3 * state["moments"] // 2
         at_one_time.append(state | kept | {"temporaries of AdamW": temporaries})
     most = max(at_one_time, key=lambda kinds: sum(kinds.values()))
     return Needed(sum(most.values()), most)

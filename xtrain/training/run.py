@@ -3,9 +3,8 @@ holds."""
 
 import functools
 import gc
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .. import blas
-from ..config import SHAPES, ModelConfig, ResolvedConfig, TrainConfig, may_change
+from ..config import ResolvedConfig
 from ..data.batches import Batch
 from ..data.dataset import Corpus
 from ..device import Array, HostCopies, device_name, free_cached, to_device, to_numpy
@@ -24,18 +23,18 @@ from ..kernels.elementwise import add_fwd
 from ..kernels.grad_norm import sum_of_squares
 from ..kernels.runtime.launch import Specialization, compile_noted, note_launches, zeros
 from ..kernels.skip_nonfinite import skip_unless_finite
+from ..nn.arena import Arena
 from ..nn.autograd import Tensor, no_grad
 from ..nn.cuda_graph import Graphed
 from ..nn.expert_bias import ExpertBiases
 from ..nn.model import Transformer
-from ..nn.modules import Arena
 from ..nn.optim import COSINE, AdamW, Decay, learning_rate
 from ..nn.router_losses import RouterLosses
-from ..run_options import RunOptions
 from . import checkpoint
 from .checkpoint import Snapshot
 from .expert_loads import expert_loads
 from .nonfinite import first_nonfinite
+from .option_changes import check_unchanged
 from .phase_timer import NoPhaseTimer
 from .single_device import SingleDevice
 
@@ -48,6 +47,13 @@ def is_own(function: Any) -> bool:
 def each_array(batch: Any, function: Callable[[Any], Any]) -> Any:
     """Return the batch, a NamedTuple, with the results of the function in place of its arrays."""
     return type(batch)(*(None if array is None else function(array) for array in batch))
+
+
+def padded(batch: Batch, rows: int) -> Batch:
+    """Return a batch with this many rows: the new ones have no targets."""
+    missing = rows - batch.ids.shape[0]
+    fill = lambda x, value: np.pad(x, ((0, missing), (0, 0)), constant_values=value)
+    return Batch(fill(batch.ids, 0), fill(batch.targets, IGNORE))
 
 
 class StepAbandoned(UserError):
@@ -311,11 +317,12 @@ class Run:
         for prefix, p in self.model.storage():
             name = _group(prefix + next(iter(p.parts)))
             sums.setdefault(name, 0.0)
-            for start, end in self.optimizer.owned:
+            for start, end, first in self.optimizer.owned_at():
                 a = max(start, p.offset)
                 b = min(end, p.offset + p.size)
                 if a < b:
-                    sums[name] += float(to_numpy(sum_of_squares(self.model.arena.grads[a:b]))[0])
+                    gradient = self.optimizer.gradients(a, b, first + a - start)
+                    sums[name] += float(to_numpy(sum_of_squares(gradient))[0])
         return sums
 
     @no_grad()
@@ -341,11 +348,15 @@ class Run:
         share = c.batch // ranks.world
         own_rows = slice(share * ranks.rank, share * (ranks.rank + 1))
         for arrays in self.corpus.val_batches(c.eval_batches, c.batch, c.seq_len):
-            batch = each_array(Batch(*arrays), itemgetter(own_rows))
+            batch = Batch(*arrays)
+            if self.parallel.zero == 3:
+                batch = padded(batch, c.batch)
+            batch = each_array(batch, itemgetter(own_rows))
             for part, _ in self.micro_batches(batch):
                 self.parallel.report_progress()
                 counted = part.targets[part.targets != IGNORE]
-                if not counted.size:  # the last batch may have fewer rows
+                # the last batch may have fewer rows
+                if not counted.size and self.parallel.zero < 3:
                     continue
                 nats += self.loss(part).item() * counted.size
                 tokens += counted.size
@@ -398,7 +409,7 @@ class Run:
             **on_cpu,
             "device": device_name(self.model.device),
             "ranks": self.ranks.world,
-            "zero": int(self.parallel.sharded),
+            "zero": self.parallel.zero,
         }
 
     def save(self, folder: Path) -> Path | None:
@@ -537,62 +548,3 @@ def _group(name):
         return f"layer {words[words.index('layers') + 1]}"
     groups = {"embed_tokens": "embedding", "norm": "last norm", "lm_head": "head"}
     return groups.get(words[-2] if words[1:] else "", "other")
-
-
-def check_unchanged(
-    saved: Saved, now: dict[str, Any], config: RunOptions, world: int
-) -> dict[str, str]:
-    """Raise UserError if one of the options `now` is not that of the checkpoint, and may not
-    differ. Return the changes that are allowed, as option_changes does.
-
-    now: Run.resume_options, or some of them.
-    world: the number of ranks.
-    """
-    made_on = saved.state["made_on"]
-    changed = option_changes(saved.state["options"], now, config)
-    if made_on.get("ranks") != world:  # the share of each rank has another size
-        changed.pop("micro_batch", None)
-    if 1 in (made_on.get("ranks"), world):  # one rank communicates no gradients
-        changed.pop("grad_comm", None)
-    allowed = {name.replace("-", "_") for name in config.allow_change}
-    refused = [text for name, text in changed.items() if name not in allowed]
-    if not refused:
-        return changed
-    may = [name for name in changed if name != "tokenizer" or name in allowed]
-    advice = ["use the options of its first start"]
-    if len(may) < len(changed):  # its tokens would get the embeddings of others
-        advice.append("omit --tokenizer, because the weights belong to the checkpoint's tokenizer")
-    # no option can make the weights fit another shape, or adapters of another rank
-    if may and not changed.keys() & set(SHAPES) and may_change(config).issuperset(changed):
-        advice.append(f"or allow the change: --allow-change {' '.join(may)}")
-    raise UserError(f"cannot resume {saved.folder}: {'; '.join(refused)}: {', '.join(advice)}")
-
-
-def option_changes(then: dict[str, Any], now: dict[str, Any], config: RunOptions) -> dict[str, str]:
-    """{name: sentence about the difference} between two Run.resume_options()."""
-    # older checkpoints lack the newer options; their runs used what are the defaults now
-    defaults = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
-    for options in (TrainConfig, config):
-        keys = config.resume_keys()
-        defaults |= {
-            f.name: f.default
-            for f in fields(options)
-            if f.name in keys and f.default is not MISSING
-        }
-    then = {name: default for name, default in defaults.items() if name in now} | then
-    then, now = (json.loads(json.dumps(options)) for options in (then, now))
-    changed = {
-        name: f"{name} was {then.get(name)}, is {now.get(name)}"
-        for name in dict.fromkeys([*then, *now])
-        if then.get(name) != now.get(name)
-    }
-    # missing in one of them: --kl has changed, or the checkpoint is older
-    if "reference" not in then or "reference" not in now:
-        changed.pop("reference", None)
-    for name, what in (("data", "text"), ("tokenizer", "tokenizer"), ("reference", "reference")):
-        if name in changed:
-            was, is_ = (str(options.get(name))[:16] for options in (then, now))
-            changed[name] = f"the {what} is not the same (sha256 was {was}, is {is_})"
-    if "seq_len" in changed:
-        changed.pop("max_seq_len", None)  # follows seq_len
-    return changed

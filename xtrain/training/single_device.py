@@ -26,7 +26,8 @@ class SingleDevice:
     `DataParallel`."""
 
     ranks: SingleProcess = SINGLE_PROCESS
-    sharded = False  # is the optimizer state divided among the ranks (ZeRO-1)?
+    sharded = False  # is the optimizer state divided among the ranks (ZeRO-1 and 3)?
+    zero = 0  # the stage of ZeRO; with 3, all ranks run the same forward passes
 
     # ------------------------------------------------------------------------- the course of a run
     def begin(self, config: Any) -> None:

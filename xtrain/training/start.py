@@ -17,9 +17,10 @@ from ..formats.huggingface import dropout_of, read_config
 from ..formats.saved_runs import Saved, model_folder
 from ..nn.fp8 import check_tokens
 from ..nn.model import Transformer, choose_precision
+from ..nn.sharded_arena import Share
 from ..run_options import RunOptions
 from . import run_folder
-from .run import check_unchanged
+from .option_changes import check_unchanged
 from .run_folder import RunFolder
 from .single_process import SingleProcess
 from .trackers import check_installed
@@ -41,6 +42,7 @@ class Start:
     device: "cpu" or "gpu".
     obstacle: why the precision is not bf16, if that would be the default.
     thread_watch: of the BLAS threads, if their number was measured.
+    share: of the weights, that this rank keeps, with --zero 3.
     """
 
     config: ResolvedConfig
@@ -52,6 +54,7 @@ class Start:
     device: str
     obstacle: str
     thread_watch: blas.ThreadWatch | None
+    share: Share | None = None
 
     @property
     def saved(self) -> Saved | None:
@@ -100,8 +103,11 @@ def decide(options: RunOptions, ranks: SingleProcess, reads_text: bool, warn: Wa
         if folder.saved is not None and config.tokenizer not in (None, tokenizer):
             _tell_of_tokenizer(config.tokenizer, folder.saved, warn)
     config = replace(config, **decided)
+    share = None
+    if getattr(config, "zero", None) == 3 and ranks.world > 1:
+        share = Share(ranks.rank, ranks.world)
     return Start(
-        config, options.name, shape, model, folder, tokenizer, device, obstacle, thread_watch
+        config, options.name, shape, model, folder, tokenizer, device, obstacle, thread_watch, share
     )
 
 
@@ -193,6 +199,7 @@ def make_model(start: Start, corpus: Any, world: int) -> Transformer:
             start.device,
             config.precision,
             world=world,
+            share=start.share,
             change=change,
             vocab_size=vocab_size,
         )
@@ -200,10 +207,10 @@ def make_model(start: Start, corpus: Any, world: int) -> Transformer:
     else:
         if config.init is None:
             shape = ModelConfig(vocab_size=corpus.vocab_size, **start.shape)
-            model = Transformer(shape, config.seed, *options)
+            model = Transformer(shape, config.seed, *options, share=start.share)
         else:
             assert start.saved is not None
-            model = Transformer(_saved_shape(start.saved), None, *options)
+            model = Transformer(_saved_shape(start.saved), None, *options, share=start.share)
         if change:
             model = model.changed(change)
     check_fit(model, config, corpus)

@@ -1,13 +1,15 @@
 """XTRAIN_COMPILER chooses the compiler of the kernels."""
 
 import ast
-import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from xtrain.errors import UserError
 from xtrain.kernels.runtime import compiler
+from xtrain.simulator import frontends
 
 
 @pytest.mark.parametrize(
@@ -17,20 +19,20 @@ from xtrain.kernels.runtime import compiler
         ("auto", ["numba", "numba_cuda", "numba_cuda_mlir"], "numba"),
         ("auto", ["numba", "numba_cuda_mlir"], "mlir"),
         ("auto", ["numba"], "numba"),  # the simulator needs no more
+        ("auto", [], "none"),  # a browser
         ("numba", ["numba", "numba_cuda_mlir"], "numba"),
         ("mlir", ["numba", "numba_cuda", "numba_cuda_mlir"], "mlir"),
     ],
 )
 def test_choice(monkeypatch, wanted, installed, expected):
-    found = lambda name: object() if name in installed else None
-    monkeypatch.setattr(importlib.util, "find_spec", found)
+    monkeypatch.setattr(frontends, "installed", lambda name: name in installed)
     assert compiler.choose(wanted) == expected
 
 
 def test_bad_choices_are_one_sentence(monkeypatch):
     with pytest.raises(UserError, match="XTRAIN_COMPILER is 'llvm': set it to numba, mlir or auto"):
         compiler.choose("llvm")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(frontends, "installed", lambda name: False)
     with pytest.raises(UserError, match="pip install numba-cuda-mlir"):
         compiler.choose("mlir")
 
@@ -50,3 +52,34 @@ def test_kernels_import_no_compiler_themselves():
                 names = [node.module]
             found += [path.name for name in names if name.split(".")[0] in compilers]
     assert found and set(found) <= may, sorted(set(found) - may)
+
+
+WITHOUT = """
+import sys
+
+for name in ("numba", "numba_cuda_mlir", "llvmlite"):
+    sys.modules[name] = None  # as if it were not installed
+
+import numpy as np
+
+from xtrain.kernels import rmsnorm
+from xtrain.kernels.primitives import ptx
+from xtrain.kernels.runtime import compiler
+from xtrain.simulator import sim
+
+assert compiler.COMPILER == "none"
+x = np.random.default_rng(0).normal(size=(3, 37)).astype(np.float32) + 1
+w = x[0] * 2
+y, rstd = rmsnorm.rmsnorm_fwd(sim(x), sim(w), 1e-5)
+want = rmsnorm.rmsnorm_ref(x.astype(np.float64), w.astype(np.float64), 1e-5)[0]
+assert abs(y - want).max() < 1e-5, abs(y - want).max()
+try:
+    ptx.load4(x, 0)
+except TypeError as error:
+    print(error)
+"""
+
+
+def test_without_a_compiler_kernels_run_in_the_simulator():
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert done.stdout == "load4 can be used in a kernel only\n", done.stderr

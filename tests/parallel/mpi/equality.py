@@ -17,6 +17,7 @@ from xtrain.kernels.muon import newton_schulz_flops
 from xtrain.nn import deferred, functions, loss_functions
 from xtrain.nn.model import Transformer
 from xtrain.nn.optim import AdamW, Muon
+from xtrain.nn.sharded_arena import Share
 from xtrain.parallel.collectives import HostCollectives
 from xtrain.parallel.ddp import buckets
 from xtrain.parallel.zero import ShardedAdamW, ShardedMuon, whole_matrices
@@ -27,16 +28,31 @@ SHAPE = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim
 
 
 def make_run(
-    folder, ranks, batch=8, recompute="none", tied=False, some_ignored=False, mixture=None, **more
+    folder,
+    ranks,
+    batch=8,
+    recompute="none",
+    tied=False,
+    some_ignored=False,
+    mixture=None,
+    n_layers=2,
+    **more,
 ):
     """A run of a small model. ranks None: a single process.  more: options."""
     world = ranks.world if ranks else 1
     micro = more.pop("micro_batch", batch // world)
     config = options(folder, batch=batch, micro_batch=micro, **more)
     corpus = prepare(config.data, config.vocab_size)
-    shape = SHAPE | (mixture or {}) | {"vocab_size": corpus.vocab_size, "tie_embeddings": tied}
+    shape = (
+        SHAPE
+        | {"n_layers": n_layers}
+        | (mixture or {})
+        | {"vocab_size": corpus.vocab_size, "tie_embeddings": tied}
+    )
     shape = ModelConfig(**shape)
-    model = Transformer(shape, 5, config.device, config.precision, recompute, world)
+    share = Share(ranks.rank, world) if config.zero == 3 and ranks else None
+    options_of_model = config.device, config.precision, recompute, world
+    model = Transformer(shape, 5, *options_of_model, share=share)
     run = Run(config, model, corpus, divided(ranks))
     if some_ignored:  # a different number on every rank
         next_batch = run.loader.next_batch

@@ -23,6 +23,7 @@ from xtrain.errors import UserError
 from xtrain.formats import saved_runs
 from xtrain.nn import functional as F
 from xtrain.nn.model import Transformer
+from xtrain.nn.sharded_arena import Share
 from xtrain.parallel.watchdog import Watchdog
 from xtrain.reinforcement.reinforce import ReinforceConfig, reinforce
 from xtrain.report import page as report
@@ -70,11 +71,11 @@ def elastic(folder):
                 np.testing.assert_allclose(losses(run), whole, rtol=1e-6)
 
 
-def loaded_state(run, kind):
-    """2, 3 or 4 ranks that load it and save it again write the same bytes."""
+def loaded_state(run, kind, worlds=((2, (1,)), (3, (0, 1)), (4, (1,)))):
+    """2, 3 or 4 ranks that load it and save it again write the same bytes. worlds: ranks, --zero."""
     files = FILES + EMA_FILES if kind else FILES
     saved = saved_runs.newest(run)
-    for n, shardings in ((2, (1,)), (3, (0, 1)), (4, (1,))):
+    for n, shardings in worlds:
         ranks = some_ranks(n)
         if ranks is not None:
             for sharded in shardings:
@@ -88,7 +89,8 @@ def loaded_state(run, kind):
                 )
                 corpus = prepare(TEXT, config.vocab_size)
                 shape = checkpoint.huggingface.read_config(saved.folder).to_dict()
-                model = Transformer(ModelConfig(**shape), 9, "cpu", world=n)
+                share = Share(ranks.rank, n) if sharded == 3 else None
+                model = Transformer(ModelConfig(**shape), 9, "cpu", world=n, share=share)
                 again = Run(config, model, corpus, divided(ranks))
                 again.parallel.load(saved, again.optimizer)
                 again.save(run.parent / config.name)

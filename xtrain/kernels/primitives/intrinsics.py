@@ -12,10 +12,10 @@ that kernels call:
         text = "atom.acq_rel.gpu.global.add.s32 $0, [$1], $2;"
         return code.asm(text, int32, [code.address(x, i, GLOBAL), value], memory=True)
 
-`code` offers the few operations of llvm_code.py and mlir_code.py, one for each compiler: loads,
-stores, integer arithmetic, PTX. A parameter with a declared type is a value of that type; the
-compiler converts what the kernel passes. Any other parameter is an Operand: an array, or an index
-of any integer type. One PTX statement on numbers is shorter:
+`code` offers the few operations of llvm_code.py and mlir_code.py, one for each compiler (and
+no_code.py for none): loads, stores, integer arithmetic, PTX. A parameter with a declared type is a
+value of that type; the compiler converts what the kernel passes. Any other parameter is an Operand:
+an array, or an index of any integer type. One PTX statement on numbers is shorter:
 
     prmt = instruction("prmt", "prmt.b32 $0, $1, $2, $3;", uint32, pure=True, a=uint32, b=uint32,
                        selector=uint32)
@@ -30,6 +30,8 @@ from ..runtime.compiler import COMPILER, types
 
 if COMPILER == "numba":
     from .llvm_code import Code, function_maker
+elif COMPILER == "none":
+    from .no_code import Code, function_maker  # type: ignore[assignment]
 else:
     from .mlir_code import Code, function_maker  # type: ignore[assignment]
 

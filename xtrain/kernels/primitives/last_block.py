@@ -13,6 +13,7 @@ import numpy as np
 from ...device import Array, cupy
 from ...simulator import SimArray, sim
 from ..runtime.compiler import cuda, int32
+from ..runtime.instead import instead
 from .ptx import atomic_add_acq_rel, device
 from .tma import upload
 
@@ -31,7 +32,14 @@ def zero_counters(like: Array, n: int, name: str) -> Array:
     if isinstance(like, SimArray):
         return sim(np.zeros(n, np.int32))
     n = max(1 << (n - 1).bit_length(), 1 << 12)
-    key = like.device.id, cupy().cuda.get_current_stream().ptr, name, n
+    device = like.device.id
+    if instead.derive is None:
+        return _zeros(device, n, name)
+    return instead.derive(lambda _: _zeros(device, n, name), [], n, np.dtype(np.int32))
+
+
+def _zeros(device, n, name):
+    key = device, cupy().cuda.get_current_stream().ptr, name, n
     if key not in _counters:  # another thread may do the same: the first one's zeros stay
         _counters.setdefault(key, upload(bytes(4 * n)).view(np.int32))
     return _counters[key]

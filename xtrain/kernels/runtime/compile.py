@@ -43,7 +43,7 @@ from .compiler import COMPILER, cuda, types
 if COMPILER == "numba":
     from numba.cuda import api, dispatcher
     from numba.cuda.cudadrv import devices
-else:
+elif COMPILER == "mlir":
     from numba_cuda_mlir import tools
     from numba_cuda_mlir.numba_cuda import dispatcher  # type: ignore[no-redef]
 

@@ -1,45 +1,62 @@
-"""The compiler of the kernels: numba-cuda, or numba-cuda-mlir, its successor.
+"""The compiler of the kernels: numba-cuda, or numba-cuda-mlir, its successor, or none.
 
     from .runtime.compiler import cuda, float32, int64      # as `from numba import ...`
 
 Both have the same kernel language. XTRAIN_COMPILER chooses: numba, mlir, or auto (the default):
 numba-cuda if it is installed, else numba-cuda-mlir if that is, else Numba, whose kernels run in the
-simulator. What differs between the
-two is here, in compile.py, in launch.py, in mlir_changes.py and in primitives/llvm_code.py and
-primitives/mlir_code.py. known_issues.md says what is known about mlir.
+simulator. Without any of them, as in a browser, the simulator's own `cuda` takes their place, and
+COMPILER is "none". What differs between the two is here, in compile.py, in launch.py, in
+mlir_changes.py and in primitives/llvm_code.py and primitives/mlir_code.py (no_code.py without a
+compiler). known_issues.md says what is known about mlir.
 """
 
 import importlib
-import importlib.util
 import os
 from typing import Any
 
 from ...errors import UserError
+from ...simulator import frontends
 
 PACKAGES = {"numba": "numba", "mlir": "numba_cuda_mlir"}
 
 
 def choose(setting: str) -> str:
-    """Return "numba" or "mlir" for a value of XTRAIN_COMPILER.
+    """Return "numba", "mlir" or "none" for a value of XTRAIN_COMPILER.
 
     Raises UserError for an unknown value, or if mlir is not installed.
     """
     if setting not in ("auto", *PACKAGES):
         raise UserError(f"XTRAIN_COMPILER is {setting!r}: set it to numba, mlir or auto")
-    installed = lambda package: importlib.util.find_spec(package) is not None
+    installed = frontends.installed
     if setting == "mlir" and not installed("numba_cuda_mlir"):
         raise UserError("XTRAIN_COMPILER is mlir: install it with pip install numba-cuda-mlir")
     if setting != "auto":
         return setting
     only_mlir = installed("numba_cuda_mlir") and not installed("numba_cuda")
-    return "mlir" if only_mlir else "numba"
+    if only_mlir:
+        return "mlir"
+    return "numba" if installed("numba") else "none"
 
 
 COMPILER = choose(os.environ.get("XTRAIN_COMPILER") or "auto")
-_numpy_support = {"numba": "numba.np", "mlir": "numba_cuda_mlir.numba_cuda.np"}[COMPILER]
-cuda: Any = importlib.import_module(f"{PACKAGES[COMPILER]}.cuda")
-types: Any = importlib.import_module(f"{PACKAGES[COMPILER]}.types")
-from_dtype = importlib.import_module(f"{_numpy_support}.numpy_support").from_dtype
+_MODULES = {  # where each has cuda, its types, from_dtype
+    "numba": ("numba.cuda", "numba.types", "numba.np.numpy_support"),
+    "mlir": (
+        "numba_cuda_mlir.cuda",
+        "numba_cuda_mlir.types",
+        "numba_cuda_mlir.numba_cuda.np.numpy_support",
+    ),
+    "none": (
+        "xtrain.simulator.own_cuda",
+        "xtrain.simulator.own_types",
+        "xtrain.simulator.own_types",
+    ),
+}
+cuda: Any
+types: Any
+_libdevice: Any
+cuda, types, _dtypes = map(importlib.import_module, _MODULES[COMPILER])
+from_dtype = _dtypes.from_dtype
 
 boolean = types.boolean
 float32 = types.float32
@@ -52,7 +69,10 @@ uint32 = types.uint32
 uint64 = types.uint64
 
 # the functions of CUDA's libdevice that kernels use
-_libdevice: Any = importlib.import_module(f"{PACKAGES[COMPILER]}.cuda.libdevice")
+if COMPILER == "none":
+    _libdevice = cuda.libdevice
+else:
+    _libdevice = importlib.import_module(f"{cuda.__name__}.libdevice")
 fadd_rn = _libdevice.fadd_rn
 fsub_rn = _libdevice.fsub_rn
 fmul_rn = _libdevice.fmul_rn

@@ -41,7 +41,7 @@ from .compile import (
 )
 from .compiler import COMPILER, from_dtype, types
 from .cost import Cost, kernel_cost
-from .instead import instead
+from .instead import Number, instead
 from .invariance import is_batch_invariant
 from .overlap import launch_overlapping, launch_resident, overlapping
 
@@ -355,6 +355,14 @@ def kernel_arguments(args: Sequence) -> list:
     return [_SCALARS[type(a)](a) if type(a) in _SCALARS else a for a in args]
 
 
+def as_float32(x: Any) -> Any:
+    """Return a number as a float32, for a kernel's argument.
+
+    What stands for a number while launches are recorded stays as it is.
+    """
+    return x if isinstance(x, Number) else np.float32(x)
+
+
 def set_overlap(on: bool) -> None:
     """Allow kernels to overlap (the default), or run each after the previous one has finished.
 
@@ -493,7 +501,8 @@ class PreparedLaunch:
     """A launch that is repeated: its parameters are packed, and its arrays may move.
 
     args: as kernel_arguments returns them. Two threads must not use it at a time.
-    words: the parameters, 8 bytes each. addresses: which words are addresses of arrays.
+    words: the parameters, 8 bytes each. addresses: which words are addresses of arrays. scalars:
+        the word of each scalar.
     start(stream) launches the kernel with what the words are then.
     """
 
@@ -505,7 +514,7 @@ class PreparedLaunch:
         self.parameters = _Parameters(plan.layout)
         self.parameters.pack(values)
         self.words = self.parameters.words
-        self.addresses = _address_words(args)
+        self.addresses, self.scalars = _movable_words(args)
         function = plan.function
         pointers = self.parameters.pointers
         if overlap:
@@ -517,17 +526,22 @@ class PreparedLaunch:
             )
 
 
-def _address_words(args) -> list[int]:
-    """Return which of the parameters' words are addresses of arrays: see _prepare."""
-    words: list[int] = []
+def _movable_words(args) -> tuple[list[int], list[int]]:
+    """Return which of the parameters' words are addresses of arrays, and which are scalars.
+
+    See _prepare.
+    """
+    addresses: list[int] = []
+    scalars: list[int] = []
     first = 0
     for a in args:
         if isinstance(a, np.generic):
+            scalars.append(first)
             first += 1
             continue
-        words += (first + 4,) if COMPILER == "numba" else (first, first + 1)
+        addresses += (first + 4,) if COMPILER == "numba" else (first, first + 1)
         first += _ARRAY_VALUES + 2 * a.ndim
-    return words
+    return addresses, scalars
 
 
 def mode() -> tuple[bool, bool] | None:

@@ -1,0 +1,96 @@
+// Python in a Web Worker (worker.js), for pages that run kernels and check exercises.
+//
+//   const runtime = await start({ onProgress: ({ text, seconds, done, of }) => ... });
+//   const { ok, error, pages } = await runtime.run(code, { onOutput: (text) => ... });
+//   const { passed, text, page } = await runtime.check("1.1", fileText, { file: "01_threads" });
+//   runtime.stop();   // also an endless loop: the worker is ended, and another one loads
+
+class Runtime {
+  #worker;
+  #ready; // the promise that the worker can be used
+  #settle; // its resolve
+  #waiting = new Map(); // id of a request -> {resolve, reject, onOutput}
+  #number = 0;
+  #onProgress;
+  seconds = 0; // that the last load took
+
+  constructor(onProgress) {
+    this.#onProgress = onProgress;
+    this.#start();
+  }
+
+  get ready() {
+    return this.#ready;
+  }
+
+  #start() {
+    this.#worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
+    this.#ready = new Promise((resolve, reject) => {
+      this.#settle = resolve;
+      this.#worker.onmessage = ({ data }) => {
+        if (data.progress) this.#onProgress(data.progress);
+        else if (data.failed) reject(new Error(`Python could not be loaded: ${data.failed}`));
+        else if (data.ready) {
+          this.seconds = data.ready;
+          resolve(this);
+        } else this.#answer(data);
+      };
+      this.#worker.onerror = (event) => {
+        event.preventDefault();
+        reject(new Error(`Python could not be loaded: ${event.message || "worker.js is missing"}`));
+      };
+    });
+    this.#ready.catch(() => {}); // each await of it raises the error
+  }
+
+  #answer({ id, output, result }) {
+    const request = this.#waiting.get(id);
+    if (!request) return;
+    if (output !== undefined) return request.onOutput(output);
+    this.#waiting.delete(id);
+    request.resolve({ ...result, stopped: false });
+  }
+
+  async #ask(message, onOutput = () => {}) {
+    const id = ++this.#number;
+    const answer = new Promise((resolve) => this.#waiting.set(id, { resolve, onOutput }));
+    const worker = this.#worker;
+    await Promise.race([this.#ready, answer]); // stop() answers a request that still waits
+    if (this.#waiting.has(id)) worker.postMessage({ id, ...message });
+    return answer;
+  }
+
+  // Run a program. options: arguments of xtrain.simulator.simulate, such as { enable: ["bank_conflict"] }.
+  run(code, { onOutput, file = "program.py", options = {} } = {}) {
+    return this.#ask({ run: [code, file, JSON.stringify(options)] }, onOutput);
+  }
+
+  // Judge an exercise. text: the reader's whole file, as `xtrain lesson check` reads it. file: its name without .py.
+  check(number, text, { file, seed, onOutput } = {}) {
+    return this.#ask({ check: [number, text, file, seed] }, onOutput);
+  }
+
+  // End what runs. Its promise resolves with stopped: true.
+  stop() {
+    this.#worker.terminate();
+    const settle = this.#settle;
+    const stopped = { ok: false, passed: false, error: "Stopped.", text: "Stopped.", pages: [], page: "", stopped: true };
+    for (const { resolve } of this.#waiting.values()) resolve(stopped);
+    this.#waiting.clear();
+    this.#start();
+    settle(this.#ready); // a load that ended here: its callers wait for the new one
+  }
+}
+
+let runtime; // one for a page
+const listeners = new Set();
+
+// Load Python, or return the runtime that the page has. A later call tries again what has failed.
+export function start({ onProgress = () => {} } = {}) {
+  listeners.add(onProgress);
+  if (!runtime) {
+    runtime = new Runtime((progress) => listeners.forEach((listener) => listener(progress)));
+    runtime.ready.catch(() => (runtime = undefined));
+  }
+  return runtime.ready;
+}

@@ -1,0 +1,149 @@
+// A kernel and what its threads do, next to each other: the code, Run, the stepper. The first page and the playground use it.
+//
+// The HTML of a stage (lessons/tools/pages.py) holds the program and the stepper of a run that the site's build has made, so that
+// it can be stepped through at once. Python is loaded at the first Run.
+"use strict";
+const DATA = /(?<=id="data">)([^]*?)(?=<\/script>)/;  // of a stepper's page
+const dark = () => document.body.dataset.mdColorScheme === "slate";
+
+class Stage {
+  constructor(root) {
+    this.root = root;
+    this.frame = root.querySelector("iframe");
+    this.said = root.querySelector(".stage-said");
+    this.out = root.querySelector(".stage-out");
+    this.file = root.dataset.file;
+    this.runButton = root.querySelector("[data-do=run]");
+    this.running = false;
+    const place = root.querySelector(".stage-code-place");
+    this.field = codeField(place, place.querySelector("pre").textContent.trimEnd(), {
+      label: this.file, run: () => this.run(), change: text => this.changed(text),
+    });
+    this.original = this.field.value;
+    this.mode = this.frame.dataset.stepper;
+    [this.head, this.data, this.tail] = this.frame.srcdoc.split(DATA);
+    this.runButton.addEventListener("click", () => this.running ? this.stop() : this.run());
+    root.querySelector("[data-do=reset]")?.addEventListener("click", () => this.load(this.file, this.original, this.first));
+    this.frame.addEventListener("load", () => this.framed());
+    if (this.frame.contentDocument?.getElementById("said")) this.framed();
+    new MutationObserver(() => this.theme()).observe(document.body, {attributeFilter: ["data-md-color-scheme"]});
+  }
+
+  // The stepper's page is there: follow its steps, its height and the theme.
+  framed() {
+    const page = this.frame.contentDocument;
+    if (!page?.getElementById("said")) return;
+    this.theme();
+    page.body.style.fontFamily = getComputedStyle(this.root).fontFamily;
+    page.addEventListener("stepped", event => this.stepped(event.detail));
+    new ResizeObserver(() => { this.frame.style.height = `${Math.ceil(page.body.getBoundingClientRect().height) + 4}px`; }).observe(page.body);
+    page.dispatchEvent(new Event("again"));
+  }
+
+  theme() {
+    const page = this.frame.contentDocument?.documentElement;
+    if (page) page.style.colorScheme = dark() ? "dark" : "light";
+  }
+
+  // Mark the lines of a step, unless the program has been changed since the run.
+  stepped(step) {
+    if (this.edited || this.running) return;
+    const mine = lines => lines.filter(([file]) => file === this.file).map(([, line]) => line);
+    this.field.mark({now: mine(step.lines), bad: mine(step.bad)});
+    this.root.dispatchEvent(new CustomEvent("step", {detail: step}));
+  }
+
+  changed() {
+    this.edited = true;
+    this.root.classList.add("edited");
+    this.root.dispatchEvent(new CustomEvent("edit"));
+  }
+
+  // Show another program, and the result of a run of it if there is one.
+  load(file, source, result) {
+    if (this.running) this.stop();
+    this.turn = null;
+    this.button("Run");
+    this.file = file;
+    this.root.querySelector(".stage-file").textContent = file;
+    this.original = source = source.trimEnd();
+    this.field.value = source;
+    this.first = result;
+    this.frame.dataset.stepper = this.mode;
+    this.show(result);
+  }
+
+  // The lines of the program that a report names: "rotate.py:12", or those of a traceback.
+  linesOf(report) {
+    const name = this.file.replaceAll(".", "\\."), place = new RegExp(`${name}(?::|", line )(\\d+)`, "g");
+    return [...report.matchAll(place)].map(found => Number(found[1]));
+  }
+
+  say(kind, text) {
+    this.root.dataset.state = kind;
+    this.said.textContent = text;
+  }
+
+  // result: {printed, error, data} of a run, or null. data: that of the stepper's page.
+  show(result) {
+    this.edited = false;
+    this.root.classList.remove("edited");
+    this.result = result;
+    this.out.textContent = result?.printed || "";
+    this.out.hidden = !this.out.textContent;
+    this.frame.hidden = !result?.data;
+    if (result?.data) this.frame.srcdoc = this.head + result.data + this.tail;
+    this.field.mark({bad: this.linesOf(result?.error || "")});
+    if (!result) this.say("", "Press Run.");
+    else if (result.error) this.say("bad", result.error);
+    else this.say("good", "It has run to its end: no race, no deadlock, no access out of bounds.");
+    this.root.dispatchEvent(new CustomEvent("shown", {detail: result}));
+  }
+
+  async run() {
+    if (this.running) return;
+    const turn = this.turn = {};  // another program may be chosen while this one runs
+    this.button("Loading", true);
+    try {
+      const tell = text => { if (this.turn === turn) this.say("busy", text); };
+      const result = await runProgram(this.field.value, this.file, tell, () => this.button("Stop"));
+      if (this.turn !== turn) return;
+      this.frame.dataset.stepper = "embedded";  // a reader's own run begins where its error shows
+      this.button("Run");
+      this.show(result);
+    } catch (error) {
+      if (this.turn === turn) this.say("bad", error.message);
+    } finally {
+      if (this.turn === turn) this.button("Run");
+    }
+  }
+
+  button(text, disabled = false) {
+    this.running = text !== "Run";
+    Object.assign(this.runButton, {textContent: text, disabled});
+  }
+
+  stop() { runtime?.stop(); }
+}
+
+// ------------------------------------------------------------------ Python, which is loaded at the first run
+let runtime = null, listener = () => {};
+const LOADING = "Loading Python, once:";
+
+// tell: called with what Python is doing. begins: called when the program starts.
+async function runProgram(source, file, tell, begins) {
+  if (location.protocol === "file:") throw new Error("A page that was opened from a file cannot load Python: open the site with `mkdocs serve`.");
+  tell(`${LOADING} …`);
+  const {start} = await import("./runtime.js"), first = !runtime;
+  listener = ({text, seconds}) => tell(`${LOADING} ${text} … ${Math.round(seconds)} s`);
+  runtime = await start(first ? {onProgress: progress => listener(progress)} : {});
+  listener = () => {};  // after a stop Python loads again, unasked
+  tell("Running …");
+  begins();
+  let printed = "";
+  const {error, pages} = await runtime.run(source, {file, onOutput: text => { printed += text; }});
+  // Only the data of the last page is used, in the frame that came with the site: a program that arrived as a link may have
+  // written anything into the page.
+  const data = pages.length ? JSON.stringify(JSON.parse(pages.at(-1).html.match(DATA)[0])).replaceAll("<", "\\u003c") : "";
+  return {printed, error, data};
+}

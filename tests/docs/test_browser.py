@@ -1,0 +1,330 @@
+"""The lessons in a browser: the files that the site serves, the judges in Pyodide, and a page in Chromium.
+
+Needs npm, once with the network; Node.js for the verdicts, and Chromium for the page.
+"""
+
+import functools
+import gzip
+import http.server
+import importlib.util
+import io
+import json
+import re
+import shutil
+import subprocess
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+from checks import only_slow
+
+from xtrain import lesson
+from xtrain.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("browser_hook", ROOT / "lessons/tools/browser.py")
+hook = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(hook)
+LESSONS = sorted((ROOT / "lessons").glob("[0-9][0-9]_*.py"))
+MEGABYTES = 15  # of the first load, compressed: what a reader waits for
+
+
+@pytest.fixture(scope="module")
+def made():
+    """The files that the site's build makes: their content by path."""
+    if shutil.which("npm") is None:
+        pytest.skip("needs npm")  # Pyodide and NumPy come from its registry
+    try:
+        return hook.site_files()
+    except UserError as error:
+        pytest.skip(str(error))  # no network, and nothing in the cache
+
+
+@pytest.fixture(scope="module")
+def folder(made, tmp_path_factory):
+    """The files in a folder site/browser, as the site has them."""
+    folder = tmp_path_factory.mktemp("site") / "browser"
+    folder.mkdir()
+    hook.write(made, folder)
+    return folder
+
+
+# ----------------------------------------------------------------------------- the files
+def test_the_first_load_is_small(made):
+    """Servers compress text and WebAssembly; archives are compressed already."""
+    size = sum(len(gzip.compress(content, 6)) for content in made.values())
+    assert size < MEGABYTES * 1e6, f"{size / 1e6:.1f} MB"
+
+
+def test_nothing_is_loaded_from_another_origin():
+    """The checksums are in the lock, and no address of a registry."""
+    lock = json.loads((hook.SOURCE / "package-lock.json").read_text(encoding="utf-8"))
+    packages = {name: about for name, about in lock["packages"].items() if name}
+    assert len(packages) > 10
+    assert all(about["integrity"].startswith("sha512-") for about in packages.values())
+    assert not any("resolved" in about for about in packages.values())
+    for path in hook.SOURCE.rglob("*.*"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(
+            r"https?://(?!(localhost|127\.0\.0\.1|www\.w3\.org/2000/svg))", text
+        ), path.name
+
+
+def test_a_second_build_needs_no_npm(made, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert hook.packages().is_dir()
+
+
+def test_without_npm_one_sentence_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=r"needs npm.*install Node.js, or.*XTRAIN_BROWSER=false"):
+        hook.packages()
+
+
+def test_packages_that_cannot_be_fetched(tmp_path, monkeypatch):
+    npm = tmp_path / "npm"
+    npm.write_text("#!/bin/sh\necho no such host >&2\nexit 1\n", encoding="utf-8")
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
+    for _ in range(2):  # what an interrupted call has left is not taken for the packages
+        with pytest.raises(UserError, match=r"no such host.*try again"):
+            hook.packages()
+
+
+# ----------------------------------------------------------------------------- the exercises of a page
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_the_pieces_of_a_page_are_the_file_of_the_command_line(path, tmp_path):
+    pieces = hook.pieces(path.read_text(encoding="utf-8"), int(path.stem[:2]))
+    judges = lesson.load_checks("api")
+    text = judges.head(path) + "\n\n\n".join(piece["text"] for piece in pieces) + "\n"
+    assert text == judges.start(path.stem[:2], tmp_path).read_text(encoding="utf-8")
+    numbers = [piece["number"] for piece in pieces if piece["number"]]
+    assert numbers == [e.number for e in judges._exercises_of(path.stem[:2])]
+
+
+def test_exercises_that_run_elsewhere_exist():
+    judges = lesson.load_checks("api")
+    for number in hook.ELSEWHERE:
+        assert number in [e.number for e in judges._exercises_of(number.split(".")[0])]
+
+
+def test_the_how_to_names_them():
+    text = (ROOT / "lessons/howto/browser.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if "| no" in line]
+    named = {number for row in rows for number in re.findall(r"\d+\.\d+", row)}
+    lessons = {number for row in rows if "fp8" in row for number in re.findall(r"\b\d\d\b", row)}
+    whole = {number for number in hook.ELSEWHERE if number.split(".")[0] in lessons}
+    assert named | whole == set(hook.ELSEWHERE) and not named & whole
+
+
+def test_every_exercise_of_a_page_is_marked():
+    cell = '<div class="jp-Cell celltag_exercise" id="cell-id=cell-{}">'
+    html = hook.with_editors("".join(map(cell.format, "abc")), LESSONS[0])
+    assert re.findall(r'data-piece="(\d)" id="cell-id=cell-(.)"', html) == [("1", "a"), ("2", "b"), ("3", "c")]  # fmt: skip
+
+
+# ----------------------------------------------------------------------------- the verdicts
+CASES = [  # exercise, old, new: a typical mistake, planted in the solution
+    ("1.3", "    cuda.syncthreads()\n", ""),
+    ("2.2", "tile[tx, ty]", "tile[ty, tx]"),
+    ("3.2", "cuda.blockDim.x):", "32):"),
+    ("5.3", "f(x - step * v)", "f(x)"),
+    ("6.1", "dy * b.data", "dy * a.data"),
+    ("8.2", "0.5 * (1 + ", "(1 + "),
+    ("16.3", "inputs[: i + 1]", "inputs[:i]"),
+    ("21.4", '("replace")', '("ignore")'),
+    ("30.1", "range(5)", "range(4)"),
+    ("46.1", "np.argsort(-logits_NE", "np.argsort(logits_NE"),
+]
+
+
+def attempts():
+    """Yield (exercise, text of the reader's file): the solution, and the same with a mistake."""
+    judges = lesson.load_checks("api")
+    for number, old, new in CASES:
+        path = judges.lesson_file(number.split(".")[0])
+        right = judges.tagged(path.read_text(encoding="utf-8"), "imports", "exercise", "solution")
+        [exercise] = [e for e in judges._exercises_of(number.split(".")[0]) if e.number == number]
+        head, body = right.rsplit(f"def {exercise.name}(", 1)
+        assert old in body, f"the solution of {number} has changed: {old!r} is not in it"
+        yield exercise, path.stem, right
+        yield exercise, path.stem, f"{head}def {exercise.name}({body.replace(old, new, 1)}"
+
+
+@only_slow  # Pyodide starts, and two processes judge twenty attempts
+def test_the_verdicts_are_those_of_the_command_line(folder, tmp_path):
+    if shutil.which("node") is None:
+        pytest.skip("needs Node.js")  # runs Pyodide without a browser
+    judges = lesson.load_checks("api")
+    given = list(attempts())
+    cases = tmp_path / "cases.json"
+    cases.write_text(json.dumps([(e.number, text, stem, 1) for e, stem, text in given]))
+    program = ROOT / "tests/helpers/verdicts.mjs"
+    done = subprocess.run(["node", program, folder, cases], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    verdicts = json.loads(done.stdout)
+    for i, ((e, stem, text), verdict) in enumerate(zip(given, verdicts, strict=True)):
+        file = Path(f"/my_lessons/{stem}.py")
+        imports = judges.tagged(judges.lesson_file(stem[:2]).read_text(encoding="utf-8"), "imports")
+        said = judges.judge_file(e, file, text, imports, seed=1, steps=False)
+        assert verdict["text"] == str(said)
+        assert verdict["passed"] == said.passed == (i % 2 == 0), str(said)
+        assert bool(verdict["page"]) == e.kernel
+
+
+# ----------------------------------------------------------------------------- a page in Chromium
+POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval'; img-src 'self' data:"
+RACE = """@cuda.jit
+def reverse_kernel(y_n, x_n):
+    tile = cuda.shared.array(32, float32)
+    t = cuda.threadIdx.x
+    first = cuda.blockIdx.x * 32
+    m = min(32, x_n.size - first)
+    if t < m:
+        tile[t] = x_n[first + t]
+    cuda.syncthreads()
+    if t < m:
+        tile[t] = tile[m - 1 - t]
+        y_n[first + t] = tile[t]
+"""
+RIGHT = RACE.replace("        tile[t] = tile[m - 1 - t]\n", "").replace("= tile[t]\n", "= tile[m - 1 - t]\n")  # fmt: skip
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Pages that may load from this server only, also in their workers."""
+
+    def end_headers(self):
+        self.send_header("Content-Security-Policy", POLICY)
+        super().end_headers()
+
+    def log_message(self, *arguments): ...
+
+
+@pytest.fixture(scope="module")
+def address(folder):
+    """A page with the exercises of lesson 1, as the site's build makes it."""
+    path = LESSONS[0]
+    pieces = hook.pieces(path.read_text(encoding="utf-8"), 1)
+    cell = '<div class="jp-Cell celltag_exercise" id="cell-id=cell-{}"><div class="jp-Cell-inputWrapper"><pre>{}</pre></div></div>'
+    cells = [cell.format(i, piece["text"]) for i, piece in enumerate(pieces) if piece["editor"]]
+    head = '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
+    style = '<link rel="stylesheet" href="browser/cells.css">'
+    html = hook.with_editors(f"<article class='md-typeset'><h1>1</h1>{''.join(cells)}", path)
+    (folder.parent / "page.html").write_text(head + style + html, encoding="utf-8")
+    handler = functools.partial(Handler, directory=folder.parent)
+    server = http.server.ThreadingHTTPServer(("localhost", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://localhost:{server.server_port}/"
+    server.shutdown()
+
+
+class Page:
+    """The page in Chromium."""
+
+    def __init__(self, browser, address):
+        self.browser = browser
+        self.address = address
+        self.open()
+        browser.evaluate("localStorage.clear()")  # of an earlier test
+        self.open()
+
+    def open(self, width=1400):
+        self.browser.base = self.address
+        self.browser.size(width)
+        self.browser.evaluate("window.isOld = true")
+        self.browser.call("Page.navigate", url=f"{self.address}page.html")
+        self.browser.wait("!window.isOld && document.querySelectorAll('.cm-content').length == 3")
+
+    def of(self, i, selector):
+        """An expression: the element of exercise i, from 0."""
+        return f"document.querySelectorAll('.exercise')[{i}].querySelector('{selector}')"
+
+    def text(self, i, selector):
+        return self.browser.evaluate(f"{self.of(i, selector)}.textContent")
+
+    def write(self, i, text):
+        """Replace what is in the editor, as a reader does."""
+        self.browser.evaluate(f"{self.of(i, '.cm-content')}.focus()")
+        key = dict(key="a", code="KeyA", windowsVirtualKeyCode=65, modifiers=2)
+        self.browser.call("Input.dispatchKeyEvent", type="keyDown", **key)
+        self.browser.call("Input.dispatchKeyEvent", type="keyUp", **key)
+        self.browser.type(text)
+
+    def press(self, i, name):
+        buttons = f"[...document.querySelectorAll('.exercise')[{i}].querySelectorAll('button')]"
+        self.browser.evaluate(f"{buttons}.find(b => b.textContent == '{name}').click()")
+
+    def output(self, i):
+        """Wait for the end of the program. Return what it printed, or the verdict."""
+        self.browser.wait(f"!{self.of(i, 'button.main')}.disabled", 120)
+        return self.text(i, ".output")
+
+    def check(self, i):
+        self.press(i, "Check")
+        return self.output(i)
+
+
+@only_slow  # Pyodide starts twice
+def test_a_race_is_found_fixed_and_kept(address, browser):
+    page = Page(browser, address)
+    page.write(2, RACE)
+    said = page.check(2)
+    assert "data race in reverse_kernel" in said and "01_threads.py:" in said
+    browser.evaluate(f"{page.of(2, '.steps')}.open = true")
+    browser.wait(f"{page.of(2, 'iframe')}")
+    assert "reverse_kernel" in browser.evaluate(f"{page.of(2, 'iframe')}.srcdoc")
+    page.write(2, RIGHT)
+    assert page.check(2).startswith("1.3 reverse_kernel: correct. 5 cases")
+
+    page.write(0, "while True:\n    print(1)\n")
+    page.press(0, "Run")
+    browser.wait(f"{page.of(0, '.status')}.textContent.startsWith('Running')")
+    page.press(0, "Stop")
+    browser.wait(f"{page.of(0, '.status')}.textContent == 'Stopped.'")
+    page.write(0, "print(6 * 7)\nlesson.figures\n")
+    page.press(0, "Run")
+    said = page.output(0)
+    assert said.startswith("42\n") and "01_threads.py" in said and "matplotlib" in said
+    assert "in_browser.py" not in said
+
+    page.open(390)
+    assert browser.evaluate("document.querySelector('.count').textContent").startswith("1 of 3")
+    assert browser.evaluate("document.documentElement.scrollWidth") == 390
+    assert "print(6 * 7)" in page.text(0, ".cm-content")
+    assert "tile[m - 1 - t]" in page.text(2, ".cm-content")
+    assert not browser.complaints
+
+
+def test_files_go_to_the_command_line_and_back(address, browser, tmp_path):
+    page = Page(browser, address)
+    judges = lesson.load_checks("api")
+    page.write(2, RIGHT)
+    browser.evaluate("import('./browser/storage.js').then(s => (s.note('1.3', true), s.note('2.1', true)))")  # fmt: skip
+    script = "import('./browser/storage.js').then(s => s.exported().arrayBuffer()).then(b => [...new Uint8Array(b)])"
+    archive = zipfile.ZipFile(io.BytesIO(bytes(browser.evaluate(script))))
+    assert archive.testzip() is None
+    archive.extractall(tmp_path)
+    folder = tmp_path / "my_lessons"
+    assert judges.passed(folder) == {"1.3", "2.1"}
+    file = folder / "01_threads.py"
+    [(number, verdict)] = judges.check_file("1.3", file)
+    assert verdict.passed and number == "1.3"
+
+    text = file.read_text(encoding="utf-8")
+    text = text.replace("@cuda.jit\n", "import math\n\n\n@cuda.jit\n", 1)
+    file.write_text(text.replace("# YOUR CODE", "pass  # mine: é", 1), encoding="utf-8")
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(file, "my_lessons/01_threads.py")
+        archive.writestr("my_lessons/passed.txt", "1.1\n3.2\n")
+    numbers = json.dumps(list(buffer.getvalue()))
+    browser.evaluate(f"import('./browser/storage.js').then(s => s.imported([new File([new Uint8Array({numbers})], 'a.zip')]))")  # fmt: skip
+    page.open()
+    assert browser.evaluate("document.querySelector('.count').textContent").startswith("2 of 3")
+    browser.wait(f"{page.of(0, '.cm-content')}.textContent.includes('pass  # mine: é')")
+    joined = "import('./browser/storage.js').then(s => s.exported().text())"
+    assert file.read_text(encoding="utf-8") in browser.evaluate(joined)
+    assert not browser.complaints

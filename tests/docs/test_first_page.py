@@ -1,0 +1,304 @@
+"""The first page, the playground and the figures with sliders, as a reader uses them: in headless Chromium, with Python in it."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+from small_site import ROOT, build, hook, served
+
+pytest.importorskip("mkdocs")
+pytest.importorskip("mkdocs_jupyter")
+PAGES = ["index.md", "playground.md", "sliders.md"]
+FRAME = "document.querySelector('.stage iframe')"
+SAID = "document.querySelector('.stage-said').textContent"
+STATE = "document.querySelector('.stage').dataset.state"
+MARKED = (
+    "[...document.querySelectorAll('.code-field pre .bad')].map(line => line.textContent.trim())"
+)
+CODE = "document.querySelector('.code-field textarea').value"
+CUT_OFF = """[...document.querySelectorAll('.stage button, .stage-foot *, .tracks *, .slider *, select')]
+    .filter(e => e.getBoundingClientRect().right > innerWidth - 8).map(e => e.outerHTML)"""
+RACE = ["right = x[(i + 1) % 64]", "x[i] = right"]
+LOAD = 120  # seconds for Python's first load, on a machine that does other work, too
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The three pages with what runs Python, on a server."""
+    from xtrain.errors import UserError
+
+    try:
+        hook("browser").packages()
+    except UserError as error:
+        pytest.skip(
+            f"needs Python for the browser, which npm fetches: {error}"
+        )  # nothing else holds Pyodide
+    folder = build(tmp_path_factory.mktemp("first_page"), PAGES, python=True)
+    with served(folder) as address:
+        yield SimpleNamespace(folder=folder, address=address)
+
+
+class Reader:
+    """What a reader does on a page, with the mouse and the keyboard."""
+
+    def __init__(self, browser, site):
+        self.browser = browser
+        self.site = site
+
+    def open(self, page, width=1400, height=1000, fresh=True):
+        self.browser.open("about:blank")  # another fragment alone would load nothing
+        if fresh:  # Material keeps the scheme of the first visit
+            kinds = dict(origin=self.site.address, storageTypes="local_storage")
+            self.browser.call("Storage.clearDataForOrigin", **kinds)
+        self.browser.open(self.site.address + page, width, height)
+
+    def click(self, selector, inside=False):
+        """Click on the middle of an element, inside the stepper's frame or not."""
+        page = f"{FRAME}.contentDocument" if inside else "document"
+        x, y = self.browser.evaluate(f"""(() => {{
+            const target = {page}.querySelector({selector!r}), frame = {FRAME if inside else "null"};
+            (frame || target).scrollIntoView({{block: 'center', behavior: 'instant'}});
+            const box = target.getBoundingClientRect(), outer = frame?.getBoundingClientRect() || {{x: 0, y: 0}};
+            return [outer.x + box.x + box.width / 2, outer.y + box.y + box.height / 2];
+        }})()""")
+        for kind in ("mousePressed", "mouseReleased"):
+            self.browser.call(
+                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
+            )
+
+    def key(self, name, code):
+        for kind in ("keyDown", "keyUp"):
+            self.browser.call(
+                "Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code
+            )
+
+    def stepper(self):
+        """Wait for the page of the steps."""
+        self.browser.wait(f"{FRAME}.contentDocument.querySelector('#count')?.textContent")
+
+    def ran(self):
+        """Wait until a program has run. -> what the page says"""
+        self.browser.wait(f"{STATE} != 'busy'", LOAD)
+        return self.browser.evaluate(SAID)
+
+    def complaints(self):
+        """Errors of the console, and requests to other places than the site."""
+        own = f"request to {self.site.address}"
+        return [c for c in self.browser.complaints if not c.startswith((own, "request to blob:"))]
+
+
+@pytest.fixture
+def reader(browser, site):
+    browser.call("Network.clearBrowserCache")
+    return Reader(browser, site)
+
+
+def write_the_missing_line(browser, line):
+    """Type it into the empty line of rotate.py."""
+    browser.evaluate("""(() => { const area = document.querySelector('.code-field textarea'); area.focus();
+        const end = area.value.indexOf('        x[i]') - 1, begin = area.value.lastIndexOf('64]', end) + 4;
+        area.setSelectionRange(begin, end) })()""")
+    browser.type(f"        {line}")
+
+
+def test_a_reader_sees_the_race_writes_the_line_and_runs_it(reader):
+    browser = reader.browser
+    reader.open("index.html")
+    reader.stepper()
+    above = "document.querySelector('.stage').getBoundingClientRect().bottom < document.querySelector('h1').getBoundingClientRect().top"
+    assert browser.evaluate(above)
+    assert browser.evaluate(MARKED) == []
+    reader.click("#next", inside=True)
+    browser.wait(f"{STATE} == 'bad'")
+    assert browser.evaluate(MARKED) == RACE
+    assert (
+        "thread 0 read x[1] at rotate.py:12, thread 1 wrote it at rotate.py:14"
+        in browser.evaluate(SAID)
+    )
+    loaded = browser.evaluate("performance.getEntriesByType('resource').map(r => r.name)")
+    assert loaded and not any(name.endswith(("/runtime.js", "/worker.js")) for name in loaded)
+
+    write_the_missing_line(browser, "cuda.threadfence()")  # a fence orders, and does not wait
+    assert browser.evaluate(STATE) == ""
+    reader.click("[data-do=run]")
+    assert "data race in rotate" in reader.ran()
+    reader.stepper()
+    browser.wait(f"{MARKED}.length == 2")
+    assert browser.evaluate(MARKED) == RACE
+    assert browser.evaluate("document.querySelector('.stage-after').hidden")
+
+    write_the_missing_line(browser, "cuda.syncthreads()")
+    reader.click("[data-do=run]")
+    assert reader.ran() == "No race. 64 threads, four turns, every access checked."
+    assert "60 61 62 63  0  1  2  3]" in browser.evaluate(
+        "document.querySelector('.stage-out').textContent"
+    )
+    browser.wait(f"{FRAME}.contentDocument.querySelector('#count')?.textContent.endsWith('of 16')")
+    assert (
+        browser.evaluate(
+            "document.querySelector('.stage-after a.start').getBoundingClientRect().width"
+        )
+        > 50
+    )
+    assert browser.evaluate(MARKED) == []
+    assert reader.complaints() == []
+
+    reader.click("[data-do=reset]")  # as it was; the button writes the line, too
+    browser.wait(f"{FRAME}.contentDocument.querySelector('#count')?.textContent == 'step 1 of 3'")
+    assert "cuda.syncthreads()\n        x[i]" not in browser.evaluate(CODE)
+    reader.click("#next", inside=True)
+    browser.wait("!document.querySelector('[data-do=help]').hidden")
+    reader.click("[data-do=help]")
+    assert "cuda.syncthreads()\n        x[i]" in browser.evaluate(CODE)
+
+
+def test_the_tracks_show_what_has_been_passed(reader):
+    browser = reader.browser
+    reader.open("index.html")
+    start = "document.querySelector('.starts .start')"
+    assert browser.evaluate(f"{start}.textContent") == "Start"
+    assert browser.evaluate("document.querySelectorAll('.track').length") == 3
+    assert browser.evaluate("document.querySelectorAll('.track li').length") == 46
+    first = browser.evaluate("document.querySelector('.track li').dataset.exercises").split()
+    assert first == ["1.1", "1.2", "1.3"]
+    passed = json.dumps([*first, "2.1"])
+    browser.evaluate(f"localStorage.setItem('xtrain/passed', {passed!r})")
+    try:
+        reader.open("index.html", fresh=False)
+        browser.wait(f"{start}.textContent == 'Continue with lesson 2'")
+        assert browser.evaluate(f"{start}.href").endswith("/02_memory.html")
+        assert browser.evaluate(
+            "[...document.querySelectorAll('.track progress')].map(p => p.value)"
+        ) == [1, 0, 0]
+        classes = browser.evaluate(
+            "[...document.querySelectorAll('.track li')].slice(0, 3).map(li => li.className)"
+        )
+        assert classes == ["passed", "begun next", ""]
+    finally:
+        browser.evaluate("localStorage.removeItem('xtrain/passed')")
+    assert reader.complaints() == []
+
+
+def replace_all(browser, text):
+    browser.evaluate("document.querySelector('.code-field textarea').select()")
+    browser.type(text)
+
+
+HOSTILE = """from xtrain.simulator import stepper
+page = stepper.Stepper.page
+script = "<script>parent.hacked = 1</script>"
+stepper.Stepper.page = lambda self: page(self).replace("</body>", script + "</body>")
+"""
+
+
+def test_an_example_races_and_says_what_the_build_has_said(reader):
+    """The steps that the site brings, and those of a run in the browser: the same lines, the same sentences."""
+    browser = reader.browser
+    reader.open("playground.html#lock.py")
+    browser.wait(f"{STATE} == 'bad'")
+    said = browser.evaluate(SAID)
+    lines = ["before = total[0]", "total[0] = before + x[cuda.blockIdx.x]"]
+    assert all(line in said for line in lines)
+    reader.stepper()
+    browser.wait(f"{MARKED}.length == 2")
+    assert browser.evaluate(MARKED) == lines
+    reader.click("[data-do=run]")
+    assert reader.ran() == said
+    browser.wait(f"{MARKED}.length == 2")
+    assert browser.evaluate(MARKED) == lines
+
+    browser.evaluate("""(() => { const menu = document.querySelector('.pick select'); menu.value = 'saxpy.py';
+        menu.dispatchEvent(new Event('change')) })()""")
+    browser.wait(f"{STATE} == 'good'")
+    out = "document.querySelector('.stage-out').textContent"
+    assert browser.evaluate(out) == "100 elements, 128 threads: correct\n"
+
+    source = (ROOT / "lessons/playground/saxpy.py").read_text(encoding="utf-8")
+    replace_all(browser, HOSTILE + source)  # a link may bring a program that writes into the page
+    reader.click("[data-do=run]")
+    reader.ran()
+    time.sleep(0.3)
+    assert browser.evaluate("window.hacked") is None
+
+    replace_all(browser, "while True:\n    pass")
+    reader.click("[data-do=run]")
+    browser.wait(f"{SAID} == 'Running …'", LOAD)
+    time.sleep(0.2)
+    reader.click("[data-do=run]")
+    assert reader.ran() == "Stopped."
+    assert browser.evaluate("document.querySelector('[data-do=run]').textContent") == "Run"
+
+    replace_all(browser, "print(6 * 7)")  # in the Python that was loaded again
+    reader.click("[data-do=run]")
+    assert "no race" in reader.ran()
+    assert browser.evaluate(out) == "42\n"
+    assert reader.complaints() == []
+
+
+def test_a_link_holds_the_program(reader):
+    browser = reader.browser
+    text = "# ü, 字, </script><b>\nprint('sent')\n" + "\n".join(f"x{i} = {i}" for i in range(40))
+    reader.open("playground.html")
+    browser.wait(f"{STATE} == 'bad'")
+    browser.evaluate("document.querySelector('.code-field textarea').select()")
+    browser.type(text)
+    reader.click("[data-do=link]")
+    browser.wait("location.hash.startsWith('#code=')")
+    fragment = browser.evaluate("location.hash")
+    assert len(fragment) < len(text) and fragment[6:].replace("-", "").replace("_", "").isalnum()
+    reader.open("playground.html" + fragment)
+    browser.wait(f"{CODE}.includes('sent')")
+    assert browser.evaluate(CODE) == text
+    assert browser.evaluate("document.querySelector('.stage-out').hidden")  # nothing has run
+    reader.open("playground.html#code=A" + fragment[9:])
+    browser.wait(f"{STATE} == 'bad'")
+    assert "damaged" in browser.evaluate(SAID)
+    assert reader.complaints() == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_every_page_is_as_wide_as_the_screen(reader, width, scheme):
+    browser = reader.browser
+    browser.call(
+        "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
+    )
+    try:
+        for page in (
+            "index.html",
+            "playground.html",
+            "playground.html#transpose.py",
+            "sliders.html",
+        ):
+            reader.open(page, width)
+            if page != "sliders.html":
+                reader.stepper()
+                inner = f"{FRAME}.contentDocument.documentElement.scrollWidth - {FRAME}.contentWindow.innerWidth"
+                assert browser.evaluate(inner) <= 0
+                assert (
+                    browser.evaluate(f"{FRAME}.contentDocument.documentElement.style.colorScheme")
+                    == scheme
+                )
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            assert browser.evaluate(CUT_OFF) == []
+        assert reader.complaints() == []
+    finally:
+        browser.call("Emulation.setEmulatedMedia", features=[])
+
+
+def test_the_figures_follow_the_arrow_keys(reader):
+    browser = reader.browser
+    reader.open("sliders.html")
+    figures = "[...document.querySelectorAll('figure.slider')]"
+    assert browser.evaluate(f"{figures}.length") == 5
+    for n in range(5):
+        said = f"{figures}[{n}].querySelector('.slider-said').textContent"
+        before = browser.evaluate(said)
+        drawn = browser.evaluate(f"{figures}[{n}].querySelector('svg').innerHTML")
+        browser.evaluate(f"{figures}[{n}].querySelector('input').focus()")
+        for _ in range(3):
+            reader.key("ArrowRight", 39)
+        assert browser.evaluate(said) != before
+        assert browser.evaluate(f"{figures}[{n}].querySelector('svg').innerHTML") != drawn
+    assert reader.complaints() == []

@@ -1,0 +1,321 @@
+"""The arena of ZeRO-3 (Rajbhandari et al. 2020): every rank keeps its share of each layer.
+
+    unit        the matrices of one layer; or what lies before, between or behind the layers
+                (embedding, head); or all norms. A range [start, end) of the arena that the ranks
+                divide evenly.
+    master      (n,) float32, this rank's shares of all units, one after the other
+    summed      (s,) float32, the same of the gradients of layers
+    buffers     the matrices of the layers are views into two buffers, in turn: those of layer i into
+                buffer i % 2. So a layer is whole only while it computes, and while the one before
+                or behind it computes. Their gradients are views into two more.
+                All other units have a buffer of their own and are always whole.
+
+The views never change, only what the buffers hold: the model's code, and what an op saves for its
+backward, is that of any other arena. parallel/gathering.py gathers a layer into its buffer and sums
+its gradients over the ranks.
+
+Bytes of a rank, with R ranks, N parameters in layers, M outside and n in the largest layer:
+
+    fp32     16 N / R + 12 M / R + 8 M + 16 n
+    bf16     16 N / R + 12 M / R + 6 M + 12 n
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..device import Array, is_gpu, to_device, zeros_on
+from ..errors import UserError
+from ..kernels.cast import BFLOAT16
+from .arena import ALIGN, Arena, arena_unit, view_of
+from .tensor import Version
+
+if TYPE_CHECKING:
+    from .modules import Parameter
+
+BUFFERS = 2  # one for the layer that computes, one for the next
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which share of the weights is kept: that of a rank among `world`."""
+
+    rank: int
+    world: int
+
+
+@dataclass(eq=False, repr=False)
+class Buffer:
+    """Memory of the units that use it, one at a time.
+
+    weights: bf16, or float32 as those of norms always.
+    grads: float32, of the same size.
+    holds: the unit whose weights are there; None: of none.
+    """
+
+    weights: Array
+    grads: Array
+    holds: "Unit | None" = None
+
+
+@dataclass(eq=False, repr=False)
+class Unit:
+    """A range [start, end) of the arena that is gathered as a whole.
+
+    parameters: in the order of the arena.
+    is_layer: whether it shares its buffer with other layers.
+    own_start, own_end: this rank's share of the range.
+    first: index of own_start in master and in the moments.
+    weights, grads: (end - start,) views into the buffer.
+    master: (own_end - own_start,) view of the arena's master.
+    summed: the same of the sums over the ranks of the gradients; of a unit that is always whole,
+        this rank's share of grads.
+    has_sum: whether summed holds a gradient of this step.
+    gaps: ranges of grads that no matrix covers.
+    version: counts assignments.
+    """
+
+    start: int
+    end: int
+    parameters: "list[Parameter]"
+    is_layer: bool
+    own_start: int
+    own_end: int
+    first: int
+    buffer: Buffer
+    weights: Array
+    grads: Array
+    master: Array
+    summed: Array
+    gaps: list[tuple[int, int]]
+    version: Version
+    has_sum: bool = False
+
+    def check_gathered(self) -> None:
+        """Raise UserError unless the weights are whole on this rank."""
+        if self.buffer.holds is not self:
+            raise UserError(
+                "with --zero 3 each rank has a share of a layer's weights, which are whole only "
+                "while the layer computes: read a checkpoint, or use --zero 1"
+            )
+
+    def assign(self, offset: int, shape: tuple[int, ...], values: Array) -> None:
+        """Copy this rank's share of the values of a tensor to the master weights.
+
+        offset: of the tensor in the arena.
+        """
+        if values.shape != shape:
+            raise ValueError(f"a parameter of shape {shape} cannot hold data of {values.shape}")
+        copy_share(self.master, self.own_start, self.own_end, offset, values)
+        self.buffer.holds = None
+        self.version.count += 1
+
+    def share_of(self, offset: int, size: int) -> Array:
+        """Return what this rank owns of the master weights of a tensor, maybe nothing."""
+        a = min(max(self.own_start, offset), self.own_end)
+        b = max(min(self.own_end, offset + size), a)
+        return self.master[a - self.own_start : b - self.own_start]
+
+    def begin_gradients(self) -> None:
+        """Mark the gradients as not written: the buffer may hold those of another layer."""
+        for a, b in self.gaps:
+            self.grads[a:b].fill(0)
+        for parameter in self.parameters:
+            parameter.grad_written = not parameter.decay
+
+    def zero_unwritten_grads(self) -> None:
+        """Zero the gradients that backward has not reached."""
+        for parameter in self.parameters:
+            parameter.zero_unwritten_grad()
+
+
+def copy_share(own_n: Array, own_start: int, own_end: int, offset: int, values: Array) -> None:
+    """Copy from values, which begin at `offset`, what lies in [own_start, own_end), to own (n,)."""
+    a = max(own_start, offset)
+    b = min(own_end, offset + values.size)
+    if a >= b:
+        return
+    piece = values.reshape(-1)[a - offset : b - offset]
+    if is_gpu(own_n) and not is_gpu(piece):
+        piece = to_device(piece, "gpu")
+    own_n[a - own_start : b - own_start] = piece
+
+
+class ShardedArena(Arena):
+    """Memory of all parameters, of which layers are divided among the ranks: see this file.
+
+    groups: (is it a layer?, its matrices), in the order of the forward pass.
+    vectors: all other parameters.
+    units: in the order of the arena, the norms last.
+    size: of the arena, as if it were whole.
+    refresh_whole: None, or what gathers the units that are always whole (parallel/gathering.py).
+    """
+
+    weights = None  # they are in no place as a whole
+    half = None
+
+    def __init__(
+        self,
+        groups: "Iterable[tuple[bool, list[Parameter]]]",
+        vectors: "list[Parameter]",
+        device: str,
+        bf16: bool,
+        share: Share,
+    ):
+        self.kind = (device, bf16, share.world, True)
+        self.share = share
+        self.trainable = True
+        self.version = Version()
+        self.half_version = -1
+        self.all_written = True
+        self.refresh_whole: Any = None
+        plans = [_plan(layer, parameters) for layer, parameters in groups if parameters]
+        self.matrices = [p for _, parameters, _ in plans for p in parameters]
+        self.n_decay = _place(plans, 0, share.world)
+        if vectors:
+            plans.append(_plan(False, vectors))
+        self.size = _place(plans[len(plans) - bool(vectors) :], self.n_decay, share.world)
+        self.parameters = [*self.matrices, *vectors]
+        self._make_memory(plans, device, bf16, share)
+
+    def _make_memory(self, plans, device, bf16, share):
+        lengths = [_length(parameters, share.world) for _, parameters, _ in plans]
+        layers = [n for n, (is_layer, *_) in zip(lengths, plans) if is_layer]
+        matrix_dtype = BFLOAT16 if bf16 else np.float32
+        new = lambda n, dtype: Buffer(zeros_on(device, n, dtype), zeros_on(device, n, np.float32))
+        turns = min(BUFFERS, len(layers))
+        in_turn = [new(max(layers[i::turns]), matrix_dtype) for i in range(turns)]
+        self.master = zeros_on(device, self.size // share.world, np.float32)
+        self.summed = zeros_on(device, sum(layers) // share.world, np.float32)
+        self._grads = self.summed
+        self.units = []
+        n_layers = 0
+        first = 0
+        first_summed = 0
+        for n, (is_layer, parameters, offsets) in zip(lengths, plans):
+            if is_layer:
+                buffer = in_turn[n_layers % turns]
+                n_layers += 1
+            else:
+                buffer = new(n, matrix_dtype if parameters[0].decay else np.float32)
+            start = offsets[0]
+            n_own = n // share.world
+            own = share.rank * n_own
+            grads = buffer.grads[:n]
+            summed = grads[own : own + n_own]
+            if is_layer:
+                summed = self.summed[first_summed : first_summed + n_own]
+                first_summed += n_own
+            unit = Unit(
+                start=start,
+                end=start + n,
+                parameters=parameters,
+                is_layer=is_layer,
+                own_start=start + own,
+                own_end=start + own + n_own,
+                first=first,
+                buffer=buffer,
+                weights=buffer.weights[:n],
+                grads=grads,
+                master=self.master[first : first + n_own],
+                summed=summed,
+                gaps=_gaps(parameters, offsets, n),
+                version=self.version,
+            )
+            first += n_own
+            self.units.append(unit)
+            self._make_views(unit, offsets)
+        self.layers = [unit for unit in self.units if unit.is_layer]
+        self.whole = [unit for unit in self.units if not unit.is_layer]
+
+    def _make_views(self, unit, offsets):
+        for parameter, offset in zip(unit.parameters, offsets):
+            shape = parameter.declared_shape
+            at = offset - unit.start
+            parameter.offset = offset
+            parameter.unit = unit
+            parameter._data = view_of(unit.weights, at, shape)
+            parameter.half = parameter._data if parameter.dtype == BFLOAT16 else None
+            parameter._grad = view_of(unit.grads, at, shape)
+            parameter.grad_written = True  # zeros
+            parameter.version = self.version
+
+    def zero_unwritten_grads(self) -> None:
+        """Zero the gradients not written since zero_grad, of the units that are always whole."""
+        if not self.all_written:
+            for unit in self.whole:
+                unit.zero_unwritten_grads()
+            self.all_written = True
+
+    def zero_grad(self) -> None:
+        """Set all gradients to 0: those of matrices by their flags."""
+        for unit in self.units:
+            unit.has_sum = False
+        for unit in self.whole:
+            unit.begin_gradients()
+        self.all_written = False
+
+    def refresh(self) -> None:
+        """Gather what is always whole, if anything but AdamW has changed the weights."""
+        if self.half_version != self.version.count and self.refresh_whole is not None:
+            self.refresh_whole()
+            self.half_version = self.version.count
+
+
+def _plan(is_layer, parameters):
+    """Return a unit to be placed: (is it a layer?, its parameters, their offsets)."""
+    return is_layer, parameters, []
+
+
+def _place(plans, start, world):
+    """Fill in the offsets of the parameters, the first of them at `start`. Return the end."""
+    for _, parameters, offsets in plans:
+        at = start
+        for parameter in parameters:
+            offsets.append(at)
+            at += _room(parameter)
+        start += _length(parameters, world)
+    return start
+
+
+def _room(parameter):
+    return -(-math.prod(parameter.declared_shape) // ALIGN) * ALIGN
+
+
+def _length(parameters, world):
+    """Return the elements of a unit, which the ranks can divide."""
+    unit = arena_unit(world)
+    return -(-sum(map(_room, parameters)) // unit) * unit
+
+
+def _gaps(parameters, offsets, n):
+    """Return the ranges of a unit that no matrix covers."""
+    covered = [
+        (at - offsets[0], at - offsets[0] + math.prod(p.declared_shape))
+        for p, at in zip(parameters, offsets)
+        if p.decay
+    ]
+    ends = [0, *(b for _, b in covered)]
+    starts = [*(a for a, _ in covered), n]
+    return [(a, b) for a, b in zip(ends, starts) if a < b]
+
+
+def groups_of_layers(
+    matrices: "list[Parameter]", layer_of: "dict[Parameter, int]"
+) -> "list[tuple[bool, list[Parameter]]]":
+    """Return the matrices in runs of one layer, or of none: (is it a layer?, its matrices).
+
+    layer_of: the layer of each matrix that is in one.
+    """
+    groups: list[tuple[bool, list[Parameter]]] = []
+    last: Any = ()
+    for p in matrices:
+        layer = layer_of.get(p)
+        if layer != last:
+            groups.append((layer is not None, []))
+        groups[-1][1].append(p)
+        last = layer
+    return groups
