@@ -106,7 +106,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_configure(config):
-    config.option.loadscopereorder = False  # pytest-xdist begins with the files of the most tests; see below
+    config.option.loadscopereorder = (
+        False  # pytest-xdist begins with the files of the most tests; see below
+    )
 
 
 def longest_files_first(items):
