@@ -464,6 +464,7 @@ print(peer.__doc__.split("\n\n")[1])
 # %%
 lesson.source(peer.CopyCollectives.all_reduce)
 lesson.source(peer.CopyCollectives._reduce)
+lesson.source(peer.CopyCollectives._add_neighbours)
 lesson.source(peer.CopyCollectives._send)
 
 # %% [markdown]

@@ -420,7 +420,8 @@ for R in (1, 2, 4, 8, 64):
 # In bf16 there is a second copy of the weights, which forward reads. The float32 weights are then
 # needed only by the optimizer and are divided, too. Gradients stay whole: each rank's backward
 # computes all of them before they are summed. Dividing gradients as well is ZeRO-2, and also
-# dividing the weights is ZeRO-3 or FSDP; [lesson 32](32_model_parallel.ipynb) builds it.
+# dividing the weights is ZeRO-3 or FSDP (`--zero 3`); [lesson 32](32_model_parallel.ipynb) builds
+# it.
 #
 # ## The library's kernel
 #

@@ -830,14 +830,27 @@ lesson.source(collectives.NcclCollectives.reduce_scatter)
 lesson.source(collectives.NcclCollectives.all_gather)
 
 # %% [markdown]
-# xtrain itself trains with data parallelism and ZeRO-1: reduce-scatter of a bucket of gradients,
-# AdamW on the shard, all-gather of the new weights. Your `fsdp_step` differs in *when* the weights
-# are gathered: before each use instead of after each update.
+# xtrain trains with data parallelism and by default with ZeRO-1: reduce-scatter of a bucket of
+# gradients, AdamW on the shard, all-gather of the new weights. Your `fsdp_step` differs in *when*
+# the weights are gathered: before each use instead of after each update.
 
 # %%
 from xtrain.parallel import zero
 
 print(zero.__doc__)
+
+# %% [markdown]
+# With `--zero 3` it does what your `fsdp_step` does, for the whole model. The layers lie in two
+# buffers, in turn, and `start` gathers the next one while this one computes. How does the library
+# know when the backward of a layer begins and ends? It puts an op before and behind each layer
+# that returns its input. In backward the one behind runs first, and the one before runs last:
+
+# %%
+from xtrain.parallel import gathering
+
+print(gathering.__doc__)
+for method in ("around_layer", "begin_backward", "end_backward"):
+    lesson.source(getattr(gathering.Gathering, method))
 
 # %% [markdown]
 # ## Other ways to split
@@ -895,6 +908,9 @@ for name, numbers in (("along hidden units", N * C), ("along inputs", N * F_ + N
 #    between the machines, and how many would a reduce-scatter inside each machine first?
 # 5. Give `fsdp_step` a ring of buffers, so that layer l + 1 is gathered while layer l computes.
 #    (The threads of this notebook cannot show the gain; non-blocking MPI calls can.)
+# 6. With two micro-batches per step, `--zero 3` sums the gradients of a layer over the ranks after
+#    each of them, ZeRO-1 only after the second. Why do the last bits differ, and what would it
+#    cost to have the same?
 #
 # <details><summary>Solutions</summary>
 #
@@ -904,7 +920,10 @@ for name, numbers in (("along hidden units", N * C), ("along inputs", N * F_ + N
 # summed gradient shards are kept until then. 3: the largest logit and the sum of exponentials; also
 # the target's logit, which one rank has. 4: in the ring each of the two crossing links carries 2 n
 # 7 / 8 numbers; with reduce-scatter inside first, each rank exchanges only n / 4 with its
-# counterpart, n per direction in all, and the links inside do the rest.
+# counterpart, n per direction in all, and the links inside do the rest. 6: with gradients a and b
+# on two ranks, one is (a1 + b1) + (a2 + b2), the other (a1 + a2) + (b1 + b2), and float32 rounds
+# each sum. For the same order every rank would keep its own sums of *all* layers until the last
+# micro-batch, which is the memory that ZeRO-3 saves.
 #
 # </details>
 #

@@ -7,8 +7,7 @@
 The last two layers of a forward are still there when backward begins, and the first two of a
 backward when the next micro-batch does. What lies outside the layers is whole on every rank, as
 with ZeRO-1: it is gathered after an update, and its gradients are summed at the end of a step.
-Traffic: with one micro-batch that of an all-reduce of the gradients (ZeRO-1's) and about half as
-much again, because weights are gathered twice, for forward and for backward.
+Traffic with one micro-batch: that of ZeRO-1 and one more gather of the weights, for backward.
 
 With several micro-batches the gradients of a layer are summed over the ranks after each, and the
 sums of the micro-batches are added by their owner. ZeRO-1 adds the micro-batches first: the last
