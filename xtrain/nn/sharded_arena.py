@@ -23,7 +23,7 @@ Bytes of a rank, with R ranks, N parameters in layers, M outside and n in the la
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -32,9 +32,6 @@ from ..errors import UserError
 from ..kernels.cast import BFLOAT16
 from .arena import ALIGN, Arena, arena_unit, view_of
 from .tensor import Version
-
-if TYPE_CHECKING:
-    from .modules import Parameter
 
 BUFFERS = 2  # one for the layer that computes, one for the next
 
@@ -65,7 +62,7 @@ class Buffer:
 class Unit:
     """A range [start, end) of the arena that is gathered as a whole.
 
-    parameters: in the order of the arena.
+    parameters: modules.Parameter, in the order of the arena.
     is_layer: whether it shares its buffer with other layers.
     own_start, own_end: this rank's share of the range.
     first: index of own_start in master and in the moments.
@@ -80,7 +77,7 @@ class Unit:
 
     start: int
     end: int
-    parameters: "list[Parameter]"
+    parameters: list[Any]
     is_layer: bool
     own_start: int
     own_end: int
@@ -159,8 +156,8 @@ class ShardedArena(Arena):
 
     def __init__(
         self,
-        groups: "Iterable[tuple[bool, list[Parameter]]]",
-        vectors: "list[Parameter]",
+        groups: Iterable[tuple[bool, list[Any]]],
+        vectors: list[Any],
         device: str,
         bf16: bool,
         share: Share,
@@ -303,14 +300,12 @@ def _gaps(parameters, offsets, n):
     return [(a, b) for a, b in zip(ends, starts) if a < b]
 
 
-def groups_of_layers(
-    matrices: "list[Parameter]", layer_of: "dict[Parameter, int]"
-) -> "list[tuple[bool, list[Parameter]]]":
+def groups_of_layers(matrices: list[Any], layer_of: dict[Any, int]) -> list[tuple[bool, list[Any]]]:
     """Return the matrices in runs of one layer, or of none: (is it a layer?, its matrices).
 
     layer_of: the layer of each matrix that is in one.
     """
-    groups: list[tuple[bool, list[Parameter]]] = []
+    groups: list[tuple[bool, list[Any]]] = []
     last: Any = ()
     for p in matrices:
         layer = layer_of.get(p)
