@@ -12,7 +12,8 @@ steps   forward, loss, backward and torch's fused AdamW of a transformers model 
         in bf16, B T tokens: plain, compiled, with Liger-Kernel, with xtrain.torch.apply, and with
         apply, compiled. The mean loss of the first steps is printed for comparison.
 host    microseconds that a call of each op takes on the host, on tensors so small that the GPU
-        never lags: without gradients, with, and with its backward, against torch and Liger-Kernel.
+        never lags: without gradients, with, with its backward, and with its share of the backward
+        pass of ten calls, against torch and Liger-Kernel.
 
 The defaults of ops and steps take four minutes on an H200. All of it:
 --tokens 8192 16384 32768 --models llama-1b qwen3-0.6b. Peers are the fastest of the others; `peer`
@@ -247,8 +248,8 @@ def cases(width: str, N: int, T: int = T) -> dict[str, Callable[[], Case]]:
     }
 
 
-def both_passes(function: Callable, case: Case) -> Callable[[], list[torch.Tensor]]:
-    """Return a function that computes results and gradients.
+def both_passes(function: Callable, case: Case, calls: int = 1) -> Callable[[], list[torch.Tensor]]:
+    """Return a function that computes results and gradients, of several calls in one backward pass.
 
     Each run has leaves of its own: the gradient of a leaf belongs to the stream of its first use, and
     that must be the stream that is captured.
@@ -261,11 +262,14 @@ def both_passes(function: Callable, case: Case) -> Callable[[], list[torch.Tenso
     grads = [draw(*y.shape, dtype=y.dtype) if y.dim() else torch.ones_like(y) for y in results]
 
     def run():
-        inputs = leaves()
-        results = _tuple(function(*inputs))
-        tensors = inputs[: len(inputs) - case.fixed]
-        wanted = [x for x in tensors if x.requires_grad]
-        return [*results, *torch.autograd.grad(results, wanted, grads)]
+        results: list[torch.Tensor] = []
+        wanted: list[torch.Tensor] = []
+        for _ in range(calls):
+            inputs = leaves()
+            results += _tuple(function(*inputs))
+            tensors = inputs[: len(inputs) - case.fixed]
+            wanted += [x for x in tensors if x.requires_grad]
+        return [*results, *torch.autograd.grad(results, wanted, grads * calls)]
 
     return run
 
@@ -450,7 +454,7 @@ def host_us(f: Callable, calls: int = 50) -> float:
 
 def bench_host(options: Options) -> None:
     """Print a line for each op: inference, forward, forward and backward; ours, torch's, Liger's."""
-    print("op: microseconds of inference, forward, both passes | torch | liger")
+    print("op: microseconds of inference, forward, both passes, both of ten | torch | liger")
     for name, make in cases("tiny", 16, T=8).items():
         if options.only and name not in options.only:
             continue
@@ -474,11 +478,14 @@ def bench_host(options: Options) -> None:
 
 
 def host_times(function: Callable, case: Case) -> list[float]:
-    """Return the microseconds of a call without gradients, with, and with its backward pass."""
+    """Return the microseconds of a call without gradients, with, with its backward pass, and with its
+    share of a backward pass of ten calls, which the autograd thread begins once, as in a model."""
     call = functools.partial(function, *case.inputs)
     with torch.no_grad():
         inference = host_us(call)
-    return [inference, host_us(call), host_us(both_passes(function, case))]
+    both = host_us(both_passes(function, case))
+    ten = host_us(both_passes(function, case, 10), calls=5) / 10
+    return [inference, host_us(call), both, ten]
 
 
 def main(options: Options) -> None:

@@ -106,7 +106,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_configure(config):
-    config.option.loadscopereorder = False  # pytest-xdist begins with the files of the most tests; see below
+    # pytest-xdist would begin with the files of the most tests, whatever longest_files_first says
+    config.option.loadscopereorder = False
 
 
 def longest_files_first(items):

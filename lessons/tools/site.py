@@ -6,6 +6,7 @@
 - Put charts (SVG) into the page, where they follow its light or dark theme.
 - Remove everything that would be loaded from other sites.
 - Mark measurements that are older than the code that they measure.
+- Lead links to files outside lessons/ to the repository.
 - While the repository has no name (OWNER/xtrain), show neither the cells that fetch it nor how to open a lesson on Colab.
 """
 
@@ -27,6 +28,7 @@ from xtrain import lesson  # noqa: E402
 
 FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\\$\w])\$(?!\s)([^$]{1,200}?)(?<!\s)\$(?!\w)", re.S)
 NOT_TEXT = {"code", "pre", "script", "style", "math", "textarea", "svg"}
+OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./\.\./([^)]+)\)")  # from a page in a folder of lessons/
 SOURCE = re.compile(r"^# \S+\.py$", re.M)  # the first line that lesson.source prints
 VERDICT = re.compile(r"^\d+\.\d+ \w+: (correct|not yet)")  # of lesson.check
 IDENTITY = re.compile(r"[\"'](bench_\w+/[^\"'{}]+)[\"']")
@@ -53,10 +55,21 @@ def _is_named(config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Drop the tab about Colab while there is nothing to open there."""
+    """Drop the tab about Colab while there is nothing to open there. Lead links to files outside lessons/ to the repository."""
+    markdown = OUTSIDE.sub(lambda link: _outside(link, config), markdown)
     if _is_named(config) or page.file.src_path != "index.md":
         return markdown
     return re.sub(r'^=== "On Google Colab"\n(\n|    .*\n)+', "", markdown, flags=re.M)
+
+
+def _outside(link, config):
+    """A link to a file of the repository, which the site does not have: only its text while the repository has no name."""
+    text, path = link.groups()
+    if not (LESSONS.parent / path).exists():
+        raise ValueError(f"a page links to {path}, which is not in the repository")
+    if not _is_named(config):
+        return text
+    return f"[{text}](https://github.com/{config['extra']['repository']}/blob/main/{path})"
 
 
 def _title(path):

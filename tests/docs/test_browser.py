@@ -17,6 +17,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from checks import only_slow
 
 from xtrain import lesson
 from xtrain.errors import UserError
@@ -153,6 +154,7 @@ def attempts():
         yield exercise, path.stem, f"{head}def {exercise.name}({body.replace(old, new, 1)}"
 
 
+@only_slow  # Pyodide starts, and two processes judge twenty attempts
 def test_the_verdicts_are_those_of_the_command_line(folder, tmp_path):
     if shutil.which("node") is None:
         pytest.skip("needs Node.js")  # runs Pyodide without a browser
@@ -265,6 +267,7 @@ class Page:
         return self.output(i)
 
 
+@only_slow  # Pyodide starts twice
 def test_a_race_is_found_fixed_and_kept(address, browser):
     page = Page(browser, address)
     page.write(2, RACE)

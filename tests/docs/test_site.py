@@ -33,3 +33,15 @@ def test_charts_are_put_into_the_page_and_other_pictures_are_not():
     hooks._charts(soup, SimpleNamespace(file=SimpleNamespace(src_path="speed.md")))
     assert len(soup.select("svg.chart")) == 1
     assert [i["src"] for i in soup.find_all("img")] == ["colab.svg", "https://a.b/c.svg"]
+
+
+def test_links_to_files_outside_the_site_lead_to_the_repository():
+    text = "see [it](../../examples/own_loop.py), [a page](../api.md)"
+    page = SimpleNamespace(file=SimpleNamespace(src_path="howto/own_loop.md"))
+    convert = lambda name: hooks.on_page_markdown(text, page, {"extra": {"repository": name}}, [])
+    assert convert("OWNER/xtrain") == "see it, [a page](../api.md)"
+    address = "https://github.com/me/xtrain/blob/main/examples/own_loop.py"
+    assert convert("me/xtrain") == f"see [it]({address}), [a page](../api.md)"
+    with pytest.raises(ValueError, match=r"examples/none\.py"):
+        text = "[it](../../examples/none.py)"
+        convert("me/xtrain")

@@ -5,7 +5,8 @@
 
 racecheck stops in fp8_products, inside cuBLASLt: name the other functions for it.
 With XTRAIN_COMPILER=mlir the kernels' names have no module: --kernel-name kns=5ArrayI.
-Arguments: names of functions below (models, rows ...) run only those; models:3 runs only the fourth of its ten models. --apart:
+Arguments: names of functions below (models, rows ...) run only those; models:3 runs only the fourth of its ten models, experts:0
+the first of eight cases. --apart:
 run each kernel after the previous one has finished, and name a kernel that fails. pytest checks the values; this program
 only has to reach every line of every kernel quickly: without PyTorch and hypothesis. Every array is a separate allocation,
 because an out-of-bounds access inside a block of a memory pool would not be detected.
@@ -63,6 +64,7 @@ from xtrain.kernels.experts import (
 )
 from xtrain.kernels.experts.expert_gemv import expert_gemv
 from xtrain.kernels.experts.expert_order import expert_order
+from xtrain.kernels.experts.expert_router import expert_router
 from xtrain.kernels.experts.load_balance import add_counts, move_bias
 from xtrain.kernels.fp8 import DTYPES as FP8_KINDS
 from xtrain.kernels.fp8 import (
@@ -303,9 +305,10 @@ def serving(dtype):
         dequantize(quantize(draw(5, K, dtype=dtype), kind))
 
 
-def experts(dtype):
-    """Mixture of experts: few and many tokens, experts without tokens, one that gets all."""
-    for N, K, E in ((1, 2, 4), (40, 1, 1), (700, 2, 5), (1500, 8, 130)):
+def experts(only=None):
+    """Mixture of experts: few and many tokens, experts without tokens, one that gets all. only: the index of a single case"""
+    cases = list(itertools.product(DTYPES, ((1, 2, 4), (40, 1, 1), (700, 2, 5), (1500, 8, 130))))
+    for dtype, (N, K, E) in cases if only is None else [cases[only]]:
         chosen = np.argsort(-RNG.random((N, E)), 1)[:, :K]
         for ids in (chosen, np.zeros_like(chosen)):
             add_counts(cp.zeros(E, np.int32), cp.ones(E, np.int32))
@@ -332,6 +335,8 @@ def experts(dtype):
             ids, few = cp.asarray(np.ascontiguousarray(chosen[:8], np.int32)), min(N, 8)
             matrices = draw(E, 2 * width, C, dtype=dtype), draw(E, C, width, dtype=dtype)
             expert_gemv(draw(few, C, dtype=dtype), draw(few, K), ids, *matrices)
+            gate, rows = draw(E, C, dtype=dtype), (draw(few, C), draw(few, C, dtype=dtype))
+            expert_router(*rows, draw(C), gate, 1e-6, K)
         logits = draw(N, E, dtype=dtype)
         for renormalized, bias in ((True, None), (False, draw(E))):
             ids, weights = routing.routing(logits, K, renormalized, bias)
@@ -528,7 +533,15 @@ def main(names: list[str]) -> int:
     for name in names or WORK:
         name, _, number = name.partition(":")
         each = [(d,) for d in DTYPES]
-        if name in ("models", "optimizer", "fp8_codes", "fp8_products", "kv_codes", "scores"):
+        if name in (
+            "models",
+            "experts",
+            "optimizer",
+            "fp8_codes",
+            "fp8_products",
+            "kv_codes",
+            "scores",
+        ):
             each = [(int(number),) if number else ()]
         for arguments in each:
             WORK[name](*arguments)

@@ -55,6 +55,7 @@ from xtrain.kernels.decoding import gemv, kv_cache
 from xtrain.kernels.experts import (
     expert_gemv,
     expert_order,
+    expert_router,
     expert_rows,
     expert_swiglu,
     grouped_product,
@@ -159,7 +160,12 @@ def launch_experts(new):
     """The kernels of a mixture of experts; test_grouped_product_compile.py has the wgmma version."""
     order = expert_order.expert_order(sim(np.zeros((3, 2), np.int32)), 4)
     experts = sim(np.zeros((2, 2), np.int32))
-    expert_gemv.expert_gemv(new(2, 16), f32(2, 2), experts, new(3, 16, 16), new(3, 16, 8))
+    for F in (8, 2600):
+        expert_gemv.expert_gemv(new(2, 16), f32(2, 2), experts, new(3, 2 * F, 16), new(3, 16, F))
+    for E, bias_E in ((3, None), (40, f32(40))):
+        expert_router.expert_router(
+            f32(2, 16), new(2, 16), f32(16), new(E, 16), 1e-6, 2, True, bias_E
+        )
     M, counts = order.pairs_M.size, sim(np.zeros(4, np.int32))
     load_balance.add_counts(counts, counts)
     load_balance.move_bias(f32(4), counts, 0.1)

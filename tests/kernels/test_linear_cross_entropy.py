@@ -63,6 +63,29 @@ def test_chunks_against_all_rows_at_once(size, rows):
         assert not to_host(got[2])[V:].any()  # padding
 
 
+def test_a_bf16_gradient_is_rounded_after_each_chunk():
+    """Of float32 it is the sum of the chunks; the other results are the same."""
+    x, w, targets, inv = case(150, 8, 37, 40, BF16)
+    for to in (np.array, to_kernel):
+        results = {}
+        for dtype in (None, BF16):
+            arguments = (*map(to, (x, w, targets)), 37, to(inv))
+            results[dtype] = linear_cross_entropy(*arguments, rows=64, dw_dtype=dtype)
+        assert all(
+            np.array_equal(to_host(a), to_host(b))
+            for a, b in zip(*(r[:2] for r in results.values()))
+        )
+        total = np.zeros(w.shape, np.float32)
+        for n in range(0, 150, 64):
+            part = slice(n, n + 64)
+            arguments = (to(x[part]), to(w), to(targets[part]), 37, to(inv))
+            total = (total + to_host(linear_cross_entropy(*arguments)[2])).astype(BF16)
+            total = total.astype(np.float32)
+        found = to_host(results[BF16][2])
+        assert found.dtype == BF16
+        np.testing.assert_allclose(found.astype(np.float32), total, rtol=2**-7, atol=1e-6)
+
+
 def test_log_probabilities_and_their_gradients():
     """In chunks and at once, with the bits of the engine; sum(factor logprob) against PyTorch. Every third is ignored."""
     x, w, targets, _ = case(70, 8, 37, 40)

@@ -10,6 +10,7 @@ from xtrain import UserError
 from xtrain.evaluation.run import Options, evaluate
 from xtrain.export import main as export
 from xtrain.kernels.quantize import dequantize, quantize
+from xtrain.nn import calibration
 from xtrain.nn.calibration import calibrate, noted_inputs
 from xtrain.nn.modules import Linear
 from xtrain.nn.quantized import linear_weights, quantize_weights
@@ -43,7 +44,8 @@ def logits(model, ids):
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
-def test_the_model_computes_the_same_and_less_wrongly_quantized(config):
+def test_the_model_computes_the_same_and_less_wrongly_quantized(config, monkeypatch):
+    monkeypatch.setattr(calibration, "round_weights", lambda *_: None)
     model, ids = uneven_model(config), tokens(config)
     before = logits(model, ids)
     wrong = [sum_of_errors(model, ids)]
@@ -98,9 +100,13 @@ def test_the_command(tmp_path, capsys):
     assert export([*line[:-1], str(few)]) == 2
     assert "--calibrate needs at least" in capsys.readouterr().err
     found = []
-    for model in (folder, out):
-        options = Options(model=str(model), tasks=(str(text),), context=32, device="cpu")
+    for model, weights in ((folder, "full"), (out, "full"), (out, "int4")):
+        options = Options(
+            model=str(model), tasks=(str(text),), context=32, device="cpu", weights=weights
+        )
         found.append(evaluate(options)[0].metrics["perplexity"].value)
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert found[0] == pytest.approx(found[1], rel=0.05)
+    # it has been rounded already, all but its head
+    assert found[1] == pytest.approx(found[2], rel=3e-3)
     changed = [(d / "model.safetensors").read_bytes() for d in (folder, out)]
     assert changed[0] != changed[1]

@@ -11,8 +11,10 @@ from xtrain.kernels.experts.expert_gemv import MOST_ROWS
 from xtrain.kernels.runtime.invariance import batch_invariant
 from xtrain.kernels.runtime.launch import note_launches
 from xtrain.nn.autograd import Tensor, inference, no_grad
+from xtrain.nn.deferred import Stream
 from xtrain.nn.expert_bias import ExpertBiases
 from xtrain.nn.experts import MixtureOfExperts
+from xtrain.nn.modules import RMSNorm
 from xtrain.nn.router_losses import RouterLosses
 from xtrain.simulator import sim
 
@@ -200,3 +202,28 @@ def test_few_rows_in_inference_read_their_experts_alone():
         with batch_invariant(True):
             assert noted(lambda: mixture(rows(1))) >= many - few
     assert noted(lambda: mixture(rows(1))) >= many - few
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_few_rows_are_routed_in_the_pass_of_the_norm(pending):
+    """The kernels of decoding in the simulator, a whole branch: against the same branch on the CPU."""
+    results = []
+    for kind in ("sim", "cpu"):
+        mixture = MixtureOfExperts(config(dim=16, hidden_dim=24, expert_bias=True))
+        mixture.norm = RMSNorm(16, 1e-6)
+        mixture.arena = mixture.make_arena(kind, 0)
+        for i, (_, parameter) in enumerate(mixture.storage()):
+            parameter.data = (sim if kind == "sim" else np.array)(normal(i, *parameter.shape))
+        new = lambda seed, kind=kind: Tensor(
+            (sim if kind == "sim" else np.array)(normal(seed, 2, 16))
+        )
+        with inference():
+            h = Stream(new(8), new(9) if pending else None)
+            y = h + mixture(mixture.norm(h))
+            results.append(np.asarray(y.data))
+            if kind == "sim":
+                again = Stream(new(8), new(9) if pending else None)
+                names = noted(lambda mixture=mixture, h=again: mixture(mixture.norm(h)).data)
+                expected = {"expert_router_kernel", "expert_gate_up_kernel", "expert_down_kernel"}
+                assert names == expected
+    np.testing.assert_allclose(*results, rtol=2e-5, atol=2e-5)

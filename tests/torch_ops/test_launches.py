@@ -301,7 +301,7 @@ def test_parts_of_arrays(driver):
     assert torch.equal(y, expected)
 
 
-def test_another_float_is_not_recorded_anew(driver):
+def test_another_float_is_not_recorded_anew(driver, monkeypatch):
     """Unless the launcher does something else with it than give it to a kernel."""
     recorded = []
 
@@ -321,6 +321,11 @@ def test_another_float_is_not_recorded_anew(driver):
     run = _launches.Repeatable(doubled, frozenset())
     values = [run([x, a])[0][0].item() for a in (2.0, 3.0, 2.0)]
     assert values == [4, 6, 4] and recorded[3:] == [2.0, 3.0]
+    usual = []
+    monkeypatch.setattr(_launches, "run_launcher", lambda *_: usual.append(1))
+    for i in range(_launches.MAX_VALUES + 9):
+        run([x, float(i)])
+    assert len(recorded) == 5 + _launches.MAX_VALUES - 1 and len(usual) == 8
 
 
 def test_what_depends_on_addresses_is_made_once(driver, monkeypatch):

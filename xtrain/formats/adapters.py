@@ -24,6 +24,8 @@ from typing import Any
 from ..errors import UserError
 from ..json_files import listed, read_json
 from .architectures import HEAD, TABLE, VARIATION, architecture_of
+from .expert_adapters import PACKED, own_names, packed_updates
+from .expert_files import one_tensor_each
 from .saved_runs import CONFIG, model_folder
 from .tensor_file import LowRank, Stored, read_header, write_safetensors
 
@@ -38,8 +40,9 @@ EMBEDDING_A = ".lora_embedding_A"
 EMBEDDING_B = ".lora_embedding_B"
 PISSA = "pissa"  # of init_lora_weights
 PATTERNS = ("rank_pattern", "alpha_pattern")
-# what `merged` and nn/lora.py can do with a model, and switched adapters cannot: keys, or a value
-MERGED = (*PATTERNS, "use_dora", "bias", "modules_to_save", PISSA)
+# what nn/lora.py can train, and `merged` add to a model, but not switched adapters: keys, or a value
+TRAINED = (*PATTERNS, "use_dora", "bias", "modules_to_save", PISSA)
+MERGED = (*TRAINED, PACKED)
 # keys of adapter_config.json that change the result -> the values that mean "not used"
 UNUSED: dict[str, tuple] = {
     "use_dora": (False, None),
@@ -186,18 +189,21 @@ def read_ranks(folder: Path, supported: tuple[str, ...]) -> Ranks:
     are_ranks = all(type(x) is int and x > 0 for x in all_ranks)
     if not (are_ranks and all(type(x) in (int, float) and 0 < x < 1e6 for x in all_alphas)):
         raise UserError(f"{path}: r {r!r} and lora_alpha {alpha!r} must be positive numbers")
-    return Ranks(r, alpha, ranks, alphas, bool(content.get("use_rslora")))
+    by_root = bool(content.get("use_rslora"))
+    return Ranks(r, alpha, own_names(ranks), own_names(alphas), by_root)
 
 
 def read_adapters(folder: Path) -> dict[str, Stored]:
-    """Return {name without PREFIX: tensor}. Raises UserError."""
+    """Return {name without PREFIX: tensor}, those of experts as Qwen3-MoE has them. Raises
+    UserError."""
     path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
         raise UserError(
             f"{folder} has an {ADAPTER_CONFIG}, but no {ADAPTER_WEIGHTS}: copy it there, or save "
             "the adapters as safetensors"
         )
-    return {name.removeprefix(PREFIX): tensor for name, tensor in read_header(path).items()}
+    stored = {name.removeprefix(PREFIX): tensor for name, tensor in read_header(path).items()}
+    return one_tensor_each(stored)
 
 
 def read_targets(folder: Path) -> set[str]:
@@ -222,7 +228,18 @@ def merged(stored: dict[str, Stored], folder: Path, tied: bool) -> dict[str, Sto
         if target in updated and tensor.shape == updated[target].shape:
             updated[target] = tensor
             unused.remove(name)
-    residual = read_json(folder / ADAPTER_CONFIG).get("init_lora_weights") == PISSA
+    content = read_json(folder / ADAPTER_CONFIG)
+    for names, updates in packed_updates(adapters, content, ranks):
+        for x in updates:
+            w = updated.get(x.target)
+            if w is None or w.shape != (x.b.shape[0], x.a.shape[1]):
+                raise UserError(
+                    f"{folder}: the adapters do not fit the model: {listed(sorted(names))} belong "
+                    f"to {x.target} {w and w.shape}"
+                )
+            updated[x.target] = replace(w, update=LowRank(x.a, x.b, x.factor))
+        unused -= names
+    residual = content.get("init_lora_weights") == PISSA
     for name in [n for n in adapters if n.endswith((A, EMBEDDING_A))]:
         transposed = name.endswith(EMBEDDING_A)
         module = name.removesuffix(A).removesuffix(EMBEDDING_A)

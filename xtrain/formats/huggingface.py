@@ -42,7 +42,8 @@ from .architectures import (
     tensor_shapes,
     translate,
 )
-from .expert_files import mixtral_name
+from .expert_adapters import file_names
+from .expert_files import mixtral_name, one_tensor_each
 from .four_bit_files import dequantized
 from .generation_config import FILE as GENERATION
 from .generation_config import read_generation
@@ -127,6 +128,8 @@ def open_weights(folder: Path, variation: bool = False) -> tuple[ModelConfig, di
     tensors = _find_tensors(base)
     content = _content(base)
     if base != folder:
+        if config.n_experts:
+            tensors = one_tensor_each(tensors)
         tensors = merged(tensors, folder, config.tie_embeddings)
         verify_weights(folder)
     stored = translate(content, tensors)
@@ -439,7 +442,8 @@ def write_files(
     if model.generation is not None:
         (folder / GENERATION).write_bytes(_dump(model.generation | special_tokens))
     if model.adapter is not None:
-        write_adapters(folder, dict(model.named_parameters()), model.adapter)
+        tensors = dict(model.named_parameters())
+        write_adapters(folder, *file_names(tensors, model.adapter, config))
         return
     content = config_to_hf(config) | special_tokens
     # the names of the tensors may match a Llama's, so other readers must reject the folder
@@ -461,7 +465,7 @@ def written_tensors(model: Any, dtype: str = "float32") -> dict[str, Any]:
     """
     kind = {x.name: x for x in DTYPES.values()}[dtype]
     subtracted = offset_of_norms(model)
-    own_names = bool(model.variation) or model.adapter is not None
+    own_names = bool(model.variation)
     tensors = {}
     for name, tensor in model.named_parameters():
         offset = subtracted if is_norm(name) else 0.0

@@ -98,6 +98,7 @@ class Stored:
     scale: float = 1.0  # by which the values are multiplied on reading
     update: LowRank | None = None  # applied before that
     offset: float = 0.0  # added after it
+    picked: tuple[int, int, int] | None = None  # first column, step, columns of a row in the file
 
     @property
     def nbytes(self) -> int:
@@ -106,11 +107,19 @@ class Stored:
 
     def rows(self, first: int, n: int, name: str) -> "Stored":
         """Return n rows, from `first` on, as a tensor of their own."""
-        each = math.prod(self.shape[1:]) * self.dtype.itemsize
+        each = self._row_elements() * self.dtype.itemsize
         update = self.update and self.update.rows(first, n)
         start = self.start + first * each
         shape = (n, *self.shape[1:])
         return replace(self, name=name, shape=shape, start=start, update=update)
+
+    def every(self, first: int, step: int) -> "Stored":
+        """Return the columns first, first + step, ... of a matrix."""
+        rows, columns = self.shape
+        return replace(self, shape=(rows, columns // step), picked=(first, step, columns))
+
+    def _row_elements(self) -> int:
+        return self.picked[2] if self.picked else math.prod(self.shape[1:])
 
     def read(self) -> np.ndarray:
         """Return the values in float32. Raises UserError if the file cannot be read."""
@@ -137,12 +146,16 @@ class Stored:
         return data.astype(dtype, copy=False)
 
     def _in_file(self) -> np.ndarray:
-        data = np.empty(self.shape, self.dtype)
+        shape = (self.shape[0], self.picked[2]) if self.picked else self.shape
+        data = np.empty(shape, self.dtype)
         with reading(self.path), open(self.path, "rb") as file:
             file.seek(self.start)
             n = file.readinto(data.reshape(-1).view(np.uint8).data)
         if n != data.nbytes:
             raise UserError(f"{self.path} was shortened while it was read: try again")
+        if self.picked:
+            first, step, _ = self.picked
+            data = np.ascontiguousarray(data[:, first::step])
         return data
 
 

@@ -29,6 +29,7 @@ from ..kernels.rope import rope_tables
 from ..nn import functional as F
 from ..nn.autograd import Function, Tensor, no_grad
 from ..nn.deferred import AddNormLinear, ResidualRMSNorm, SwiGLULinear
+from ..nn.expert_functions import Factors
 from ..nn.model import Transformer
 
 STEP = 1e-5  # e, relative to the size of an input
@@ -133,6 +134,9 @@ class Draw:
     E = property(lambda d: d.G + d.pad)  # experts, of which G compute a row
     EFF = property(lambda d: d.E * d.FF)  # rows of the matrices of all experts
     EC = property(lambda d: d.E * d.C)
+    EF = property(lambda d: d.E * d.F)
+    ER = property(lambda d: d.E * d.R)  # of R ranks of each
+    EAA = property(lambda d: d.E * d.AA)
     AC = property(lambda d: d.V if d.given else d.C)  # columns of a, rows of b of an adapted matrix
     BC = property(lambda d: d.C if d.given else d.V)
     inverse_norms = property(lambda d: np.linspace(0.5, 2, d.W))
@@ -203,6 +207,7 @@ CASES: dict[str, tuple[str | None, Callable]] = {
     "routing": ("logits: N E", lambda d, x: F.routing(x, d.G, d.causal)[1]),
     "router_loss": ("logits: N E", lambda d, x: F.router_loss(x, expert_order(d.experts, d.E).counts_E, 0.7, 0.3)),
     "expert_mlp": ("x: N C, weights: N G, gate_up: EFF C, down: EC F", lambda d, x, w, gu, down: F.expert_mlp(x, w, gu, down, d.experts)),
+    "lora_expert_mlp": ("x: N C, weights: N G, gate_up: EFF C, down: EC F, a: EAA C, b: EF G, c: EF rep, d: ER F, e: EC R", lambda d, x, w, gu, down, *lora: F.lora_expert_mlp(x, w, gu, down, d.experts, None, Factors(-1.7, 0.6, 1.3), lora)),
     "silu": ("x: N F", lambda d, x: F.silu(x)),
     "cross_entropy": ("logits: N P", lambda d, x: F.cross_entropy(x, (t := d.targets(d.N, d.V)), d.V, count_targets(t))),
     "logits": ("x: N C, w: P C", lambda d, x, w: F.logits(x, w)),

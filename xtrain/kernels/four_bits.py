@@ -82,6 +82,7 @@ BLOCK = 256
 OWNERS = 16  # threads of a chunk, 8 columns each
 LEAST_SCALE = np.float32(2.0**-126)
 GRID = 16.0  # how many times smaller an error must be for another number of steps than 15
+FEW = 16
 OFF_GRID = 1e-3  # error of a weight, in squared steps, from which on they are tried
 UNIT = 2.0**112  # of s / S in int4, whose bits are those of a float32 from bit 15 on
 ROUND = 1.5 * 2.0**23  # as in quantize.py
@@ -153,19 +154,22 @@ def quantize_four_ref(w_OK, kind):
 def _steps(w, s):
     """Return the step of each group (O, groups): s, 15 of which are its range, or that of a grid."""
 
-    def error(step):
-        multiple = w / step[:, :, None]
-        return ((multiple - np.rint(multiple)) ** 2).sum(axis=2) * (step / s) ** 2
+    def error(w, step, s):
+        multiple = w / step[:, None]
+        return ((multiple - np.rint(multiple)) ** 2).sum(axis=1) * (step / s) ** 2
 
-    of_15 = error(s)
+    rows = w.reshape(-1, w.shape[2])
+    found = s.reshape(-1).copy()
+    of_15 = error(rows, found, found)
     limit = np.where(of_15 > np.float32(OFF_GRID * CHUNK), of_15 / np.float32(GRID), 0)
-    found = s
     for n in range(14, 7, -1):
-        step = s * np.float32(15 / n)
-        better = error(step) < limit
-        found = np.where(better, step, found)
-        limit = np.where(better, 0, limit)
-    return found
+        step = s.reshape(-1) * np.float32(15 / n)
+        # few columns suffice to see that nearly all groups are on no grid
+        left = np.flatnonzero(error(rows[:, :FEW], step, s.reshape(-1)) < limit)
+        left = left[error(rows[left], step[left], s.reshape(-1)[left]) < limit[left]]
+        found[left] = step[left]
+        limit[left] = 0
+    return found.reshape(s.shape)
 
 
 def _float12(x):
@@ -196,6 +200,32 @@ def dequantize_four_ref(codes_OB, groups_CO, scale_O, K, kind, dtype):
         computed = np.result_type(np.float32, dtype)
     w = values_ref(codes_OB, groups_CO, kind)[:, :K].astype(computed, copy=False)
     return (w * scale_O[:, None].astype(computed)).astype(dtype, copy=False)
+
+
+def grid_of(codes) -> tuple[np.ndarray, np.ndarray]:
+    """Return step (O, K) float32 and zero (O, K), 0 in nf4, of each weight's group.
+
+    codes: kernels.quantize.FourBits on the host.
+    """
+    groups = codes.groups_CO.T.astype(np.uint32)
+    if codes.kind == "int4":
+        step = ((groups >> 4) << 15).view(np.float32) * np.float32(UNIT)
+        zero = (groups & 15).astype(np.float32)
+    else:
+        step = np.stack([groups & 255, groups >> 8], axis=2).reshape(len(groups), -1)
+        zero = np.zeros(step.shape, np.float32)
+    step = step.astype(np.float32) * codes.scale_O[:, None]
+    step, zero = (np.repeat(x, GROUP[codes.kind], axis=1)[:, : codes.K] for x in (step, zero))
+    return step, zero
+
+
+def nearest_on_grid(w, step, zero, kind: str) -> np.ndarray:
+    """Return the values of codes that are nearest to w, all arrays of one shape."""
+    scaled = w / step
+    if kind == "int4":
+        return (np.clip(np.rint(scaled) + zero, 0, 15) - zero) * step
+    ranks = np.searchsorted(NF4_MIDPOINTS, scaled)
+    return NF4_LEVELS.astype(np.float32)[NF4_RANKS[ranks]] * step
 
 
 # ----------------------------------------------------------------------------- kernels

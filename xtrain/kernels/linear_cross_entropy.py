@@ -14,7 +14,7 @@ gradient is one factor for all elements: forward computes the gradients for the 
 backward multiplies them by any other (Hsu et al. 2024, Liger-Kernel). Until then dx, N C elements,
 and dw, P C float32, are kept in place of N P logits.
 
-Every chunk reads and writes dw once more, 8 P C bytes, in a product of 2 rows P C operations, and
+Every chunk reads and writes dw once more, 8 P C bytes (4 in bf16), in a product of 2 rows P C operations, and
 its product for dx may have fewer tiles than the GPU has multiprocessors. So smaller chunks take
 less memory and more time: bench/bench_head.py measures both.
 """
@@ -62,8 +62,9 @@ def linear_cross_entropy(
     rows: int | None = None,
     change_logits: Callable[[Array, slice], None] | None = None,
     loss_of: Callable[[Array, slice, Array, bool], Any] | None = None,
+    dw_dtype: Any = None,
 ) -> tuple[Array, Array | None, Array | None]:
-    """Return loss (N,) float32, dx like x, and dw (P, C) float32.
+    """Return loss (N,) float32, dx like x, and dw (P, C) in `dw_dtype`, by default float32.
 
     dx and dw are the gradients of inv_count sum(loss), None if not wanted.
 
@@ -75,6 +76,7 @@ def linear_cross_entropy(
         gradients are then those by the changed logits, times x and w.
     loss_of: in place of cross_entropy, called with the logits of a chunk, its rows, the array of
         their losses, and whether the gradient is wanted, which overwrites the logits.
+    dw_dtype: bf16 for bf16 w: every chunk rounds, as the micro-batches of PyTorch do.
     Errors as in cross_entropy.
     """
     op = "linear_cross_entropy"
@@ -89,7 +91,7 @@ def linear_cross_entropy(
     wide = np.float64 if x_NC.dtype == np.float64 else np.float32
     loss_N = empty(x_NC, N, wide)
     dx_NC = empty(x_NC, (N, C)) if want_dx else None
-    dw_PC = empty(w_PC, (P, C), wide) if want_dw else None
+    dw_PC = empty(w_PC, (P, C), dw_dtype or wide) if want_dw else None
     if dw_PC is not None and not N:
         dw_PC.fill(0)
     if on_host(x_NC, w_PC, targets_N):

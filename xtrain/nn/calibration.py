@@ -1,4 +1,5 @@
-"""Scale columns before a model is quantized, by what its matrices multiply: AWQ (Lin et al. 2023).
+"""Prepare a model for quantized weights by a text: scale columns, by what its matrices multiply (AWQ,
+Lin et al. 2023), then for codes of four bits round them (rounding.py).
 
     y = x w^T = (x / s) (w s)^T       s: (K,), one number per column of w
 
@@ -10,8 +11,8 @@ steps of its group, and its error is divided by s again. With a_k = mean |x_k| o
 and alpha is the one with the smallest error ||x (w' - w)^T||^2 of w' = quantized(w s) / s, for up
 to ROWS rows of the text. 0 is no scaling, so a matrix's error never grows on them.
 
-1 / s is multiplied into what makes x, so the model computes the same as before, and nothing is left
-to do when it runs:
+1 / s is multiplied into what makes x, so until it is rounded the model computes the same as before,
+and nothing is left to do when it runs:
 
     q, k, v, and gate, up    the weight of the norm before; one s for matrices with the same input
     down                     the rows of up: the product of gate and up is linear in up
@@ -22,8 +23,8 @@ to do when it runs:
               error of 0.33 in y. With alpha = 0.5, s = (1.78, 0.56): w s = (0.178, 0.562), steps of
               0.037 and an error of 0.0075, in y 0.0075 / 1.78 x 10 = 0.04
 
-SmolLM2-135M's perplexity of two texts in int4 rises by 33 and 23 % without it, and by 20 and 19 %
-with it (lessons/notes/quantized_weights.md).
+SmolLM2-135M's perplexity of two texts in int4 rises by 33 and 23 % without scaling, and by 20 and
+19 % with it; what rounding adds: lessons/notes/quantized_weights.md.
 """
 
 import contextlib
@@ -36,12 +37,14 @@ import numpy as np
 from ..device import Array, to_device, to_numpy
 from ..errors import UserError
 from ..kernels.cast import cast_fwd
+from ..kernels.four_bits import FOUR_BITS
 from ..kernels.gemm import linear_fwd
 from ..kernels.quantize import dequantize, quantize
 from .autograd import no_grad
 from .decoder import MLP, Attention, Block, SandwichBlock
 from .model import Transformer
 from .modules import Linear, Parameter, RMSNorm
+from .rounding import round_weights
 from .tensor import Tensor
 
 ROWS = 512  # of the inputs of a matrix
@@ -74,7 +77,8 @@ class _Inputs:
 
 
 def calibrate(model: Transformer, ids_BT: np.ndarray, kind: str) -> list[float]:
-    """Scale the columns of every matrix, and undo it before them, for weights of this kind.
+    """Scale the columns of every matrix, and undo it before them, for weights of this kind; then
+    round those of four bits.
 
     ids: (B, T) tokens of a text like those that the model will see.
     Returns the alpha of each matrix, in the order o, qkv, down, gate_up of each layer. Matrices of
@@ -95,6 +99,8 @@ def calibrate(model: Transformer, ids_BT: np.ndarray, kind: str) -> list[float]:
     for layer in model.model.layers:
         alphas += _scale_layer(layer, inputs, kind)
     model.arena.refresh()
+    if kind in FOUR_BITS:
+        round_weights(model, ids_BT, kind)
     return alphas
 
 

@@ -12,6 +12,7 @@ operands instead, and the value itself never exists:
     h + delta               Stream     nothing: the next norm adds delta
     rmsnorm(stream)         Normed     nothing: the next product normalises
     linear(normed, v)       Product    AddNormLinear: addition, norm and product
+    normed.routed(gate)                inference: AddNormRouter: addition, norm, choice of experts
     swiglu(product)         Gated      inference: AddNormLinear, with SwiGLU at its end
     linear(gated, u)                   training: SwiGLULinear, which does not save SwiGLU's result
     linear(gated, u)                   fp8 training: Fp8MLP, the whole branch
@@ -46,6 +47,7 @@ from ..kernels.decoding import gemv as _gemv
 from ..kernels.decoding import gemv_chain as _gemv_chain
 from ..kernels.runtime.invariance import invariance, is_batch_invariant
 from .autograd import Function
+from .expert_functions import AddNormRouter, few_router_rows
 from .fp8 import Fp8AddNormLinear, Fp8Linear, Fp8MLP, fp8_layer
 from .functions import (
     Add,
@@ -257,6 +259,26 @@ class Normed(Deferred):
             return linear_of(self, w_OI, None, b_O)
         self.has_product = True
         return Product(self, w_OI, b_O)
+
+    def routed(
+        self, gate_EC: Tensor, K: int, renormalized: bool, bias_E: Any
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return functional.routing of the norm's product with a gate, computed in one pass.
+
+        The norm's value is then computed, too. None: that is not possible here.
+        """
+        stream = self.stream
+        kind = gate_EC.value.dtype
+        same = stream.delta is None or stream.delta.dtype == kind
+        if self.has_product or not same or not self.is_pending():
+            return None
+        if not few_router_rows(stream.h.value, gate_EC.value, K):
+            return None
+        operands = stream.h, stream.delta, self.w, gate_EC, self.eps
+        results = AddNormRouter.apply(*operands, K, renormalized, bias_E)
+        stream.h, self._value, experts_NK, weights_NK = results
+        stream.delta = None
+        return experts_NK, weights_NK
 
 
 class Product(Deferred):

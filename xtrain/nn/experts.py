@@ -11,10 +11,11 @@ of the Hugging Face layout with one tensor for each expert; in memory they are t
 import numpy as np
 
 from ..config import ModelConfig
+from ..device import Array
 from ..kernels.cast import BFLOAT16
-from ..kernels.experts.expert_order import expert_order
+from ..kernels.experts.expert_order import ExpertOrder, expert_order
 from . import functional as F
-from .deferred import matching
+from .deferred import Normed, matching
 from .modules import STD, Linear, Module, Parameter
 from .router_losses import router_losses
 from .tensor import Tensor
@@ -52,10 +53,15 @@ class MixtureOfExperts(Module):
 
     def __call__(self, x_NC: Tensor) -> Tensor:
         """Return the mixture of x (N, C): (N, C)."""
-        x_NC = matching(x_NC, self.gate_up)
-        logits_NE = self.logits(x_NC)
         bias_E = None if self.bias is None else self.bias.data
         options = self.experts_per_token, self.renormalized, bias_E
+        if isinstance(x_NC, Normed) and type(self.gate) is Linear:
+            routed = x_NC.routed(self.gate.weight, *options)
+            if routed is not None:
+                experts_NK, weights_NK = routed
+                return self.mixed(x_NC, weights_NK, experts_NK.data, None)
+        x_NC = matching(x_NC, self.gate_up)
+        logits_NE = self.logits(x_NC)
         experts_NK, weights_NK = F.routing(logits_NE, *options)
         order = None
         losses = router_losses()
@@ -65,8 +71,13 @@ class MixtureOfExperts(Module):
             if losses.has_terms():
                 term = F.router_loss(logits_NE, order.counts_E, losses.balance, losses.z)
                 losses.terms.append(term)
-        matrices = self.gate_up, self.down
-        return F.expert_mlp(x_NC, weights_NK, *matrices, experts_NK.data, order)
+        return self.mixed(x_NC, weights_NK, experts_NK.data, order)
+
+    def mixed(
+        self, x_NC: Tensor, weights_NK: Tensor, experts_NK: Array, order: ExpertOrder | None
+    ) -> Tensor:
+        """Return the weighted sum of the chosen experts: (N, C)."""
+        return F.expert_mlp(x_NC, weights_NK, self.gate_up, self.down, experts_NK, order)
 
     def logits(self, x_NC: Tensor) -> Tensor:
         """Return the logits of the router (N, E), in float32: they decide the experts."""

@@ -28,6 +28,7 @@ from ..kernels.decoding.sampling import UNCHANGED, Sampling
 from ..kernels.experts.expert_order import ExpertOrder
 from . import fp8 as _fp8
 from .deferred import Deferred, Gated, Logits, Stream, linear_of, matching
+from .expert_functions import ExpertMLP, Factors, LoraExpertMLP, RouterLoss, Routing
 from .functions import (
     AdaptedMatrix,
     Add,
@@ -36,7 +37,6 @@ from .functions import (
     CastGradient,
     CausalSoftmax,
     Embedding,
-    ExpertMLP,
     LoraLinear,
     Narrow,
     QKNormRope,
@@ -44,8 +44,6 @@ from .functions import (
     Reshape,
     RMSNorm,
     Rope,
-    RouterLoss,
-    Routing,
     Scale,
     SiLU,
     SwapHeads,
@@ -258,6 +256,26 @@ def expert_mlp(
         In inference few rows need none (kernels/experts/expert_gemv.py).
     """
     return ExpertMLP.apply(x_NC, weights_NK, gate_up_RC, down_RF, experts_NK, order)
+
+
+def lora_expert_mlp(
+    x_NC: Tensor,
+    weights_NK: Tensor,
+    gate_up_RC: Tensor,
+    down_RF: Tensor,
+    experts_NK: Array,
+    order: ExpertOrder | None,
+    factors: Factors,
+    adapters: Sequence[Tensor | None],
+) -> Tensor:
+    """Return expert_mlp with LoRA adapters on the matrices of all experts: (N, C).
+
+    factors: by which the adapters' products are multiplied.
+    adapters: a of gate and up, (E r, C), of each expert first the ranks of gate; b of gate and b of
+        up, (E F, their rank); a of down, (E r, F), and b of down, (E C, r). None: there is none.
+    """
+    both = gate_up_RC, down_RF, experts_NK
+    return LoraExpertMLP.apply(x_NC, weights_NK, *both, order, factors, *adapters)
 
 
 def silu(x: Tensor) -> Tensor:

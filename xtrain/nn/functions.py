@@ -2,7 +2,7 @@
 
 functional.py has the ops that the rest of xtrain calls, with their signatures and docstrings, and
 says what the letters at the end of array names mean. Functions of several ops at once are in
-deferred.py, those of the losses in loss_functions.py.
+deferred.py, those of the losses in loss_functions.py, those of experts in expert_functions.py.
 """
 
 import itertools
@@ -27,12 +27,6 @@ from ..kernels.attention import gemm_attention as _attention
 from ..kernels.attention.key_bounds import UNBOUNDED
 from ..kernels.decoding import gemv as _gemv
 from ..kernels.decoding import gemv_chain as _gemv_chain
-from ..kernels.experts import expert_gemv as _expert_gemv
-from ..kernels.experts import expert_rows as _expert_rows
-from ..kernels.experts import expert_swiglu as _expert_swiglu
-from ..kernels.experts import grouped_product as _grouped
-from ..kernels.experts import routing as _routing
-from ..kernels.experts.expert_order import ExpertOrder, expert_order
 from ..kernels.primitives.flat import same_place
 from ..kernels.quantize import Quantized, kind_of
 from ..kernels.runtime.invariance import is_batch_invariant
@@ -393,99 +387,6 @@ class SiLU(Function):
     @staticmethod
     def backward(ctx, dy):
         return _swiglu.silu_bwd(dy, *ctx.saved)
-
-
-class Routing(Function):
-    @staticmethod
-    def forward(ctx, logits_NE, K, renormalized, bias_E=None):
-        experts_NK, weights_NK = _routing.routing(logits_NE, K, renormalized, bias_E)
-        ctx.save(logits_NE, experts_NK, weights_NK, renormalized)
-        return experts_NK, weights_NK
-
-    @staticmethod
-    def backward(ctx, _, dweights_NK):
-        return _routing.routing_bwd(dweights_NK, *ctx.saved)
-
-
-class RouterLoss(Function):
-    @staticmethod
-    def forward(ctx, logits_NE, counts_E, balance, z):
-        ctx.save(logits_NE, counts_E, balance, z)
-        return _routing.router_loss(logits_NE, counts_E, balance, z)
-
-    @staticmethod
-    def backward(ctx, dloss_1):
-        return _routing.router_loss_bwd(dloss_1, *ctx.saved)
-
-
-def of_experts(w_RI: Array, E: int) -> Array:
-    """Return a view (E, R / E, I) of the matrices of all experts, one below the other."""
-    return w_RI.reshape(E, -1, w_RI.shape[1])
-
-
-def few_expert_rows(x_NC: Array, down_RF: Array) -> bool:
-    """Return True if kernels/experts/expert_gemv.py computes the experts of x.
-
-    It does in inference, for so few rows that an order by expert gains nothing.
-    """
-    if type(x_NC) is np.ndarray or is_batch_invariant() or not is_inference():
-        return False
-    return _expert_gemv.expert_gemv_fits(x_NC, down_RF)
-
-
-class ExpertMLP(Function):
-    """y_n = sum_k w_nk down_e(swiglu(gate_up_e(x_n))), e: the k-th expert of row n.
-
-    x and swiglu's result in the order of experts are not saved: backward computes them again.
-    """
-
-    @staticmethod
-    def forward(ctx, x_NC, weights_NK, gate_up_RC, down_RF, experts_NK, order=None):
-        E = down_RF.shape[0] // x_NC.shape[1]
-        if few_expert_rows(x_NC, down_RF):
-            matrices = of_experts(gate_up_RC, E), of_experts(down_RF, E)
-            return _expert_gemv.expert_gemv(x_NC, weights_NK, experts_NK, *matrices)
-        if order is None:
-            order = expert_order(experts_NK, E)
-        x_MC = _expert_rows.gather_rows(x_NC, order)
-        gu_M2F = _grouped.grouped_product(x_MC, of_experts(gate_up_RC, E), order)
-        del x_MC
-        a_MF = _expert_swiglu.expert_swiglu(gu_M2F, weights_NK, order)
-        y_MC = _grouped.grouped_product(a_MF, of_experts(down_RF, E), order)
-        ctx.save(x_NC, weights_NK, gate_up_RC, down_RF, gu_M2F, *order)
-        return _expert_rows.sum_rows(y_MC, order)
-
-    @staticmethod
-    def backward(ctx, dy_NC):
-        x_NC, weights_NK, gate_up_RC, down_RF, gu_M2F, *arrays = ctx.saved
-        order = ExpertOrder(*arrays)
-        E = order.counts_E.size
-        dy_MC = _expert_rows.gather_rows(_cast.cast_fwd(dy_NC, x_NC.dtype), order)
-        da_MF = _grouped.grouped_product_dx(dy_MC, of_experts(down_RF, E), order)
-        dgu_M2F, dweights_NK = _expert_swiglu.expert_swiglu_bwd(da_MF, gu_M2F, weights_NK, order)
-        a_MF = da_MF  # it was overwritten with swiglu's result
-        ddown_RF = None
-        if ctx.needs_grad[3]:
-            ddown_RF = expert_gradient(ctx, 3, down_RF, dy_MC, a_MF, order)
-        del dy_MC, da_MF, a_MF
-        dgate_up_RC = None
-        if ctx.needs_grad[2]:
-            x_MC = _expert_rows.gather_rows(x_NC, order)
-            dgate_up_RC = expert_gradient(ctx, 2, gate_up_RC, dgu_M2F, x_MC, order)
-        dx_NC = None
-        if ctx.needs_grad[0]:
-            dx_MC = _grouped.grouped_product_dx(dgu_M2F, of_experts(gate_up_RC, E), order)
-            dx_NC = _expert_rows.sum_rows(dx_MC, order)
-        return dx_NC, dweights_NK, dgate_up_RC, ddown_RF
-
-
-def expert_gradient(
-    ctx: Context, i: int, w_RI: Array, dy_MO: Array, x_MI: Array, order: ExpertOrder
-) -> Array:
-    """Return the gradient of argument i, the matrices w of all experts."""
-    dw_RI, add = ctx.grad_target(i, w_RI)
-    _grouped.grouped_product_dw(dy_MO, x_MI, order, of_experts(dw_RI, order.counts_E.size), add)
-    return dw_RI
 
 
 class Add(Function):

@@ -11,7 +11,7 @@ AdaptedTransformer. So optimizer, clipping, data parallelism and checkpoints see
 
 q, k and v are one packed product, and so are gate and up. Each has its own a and b: the a's lie one
 below the other, x a^T is one product for all, and each adds to its own columns of y
-(functions.LoraLinear).
+(functions.LoraLinear). Of a mixture each expert has its own (expert_lora.py).
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from ..errors import UserError
 from ..formats import huggingface
 from ..formats.adapters import (
     ADAPTER_CONFIG,
-    MERGED,
     PISSA,
+    TRAINED,
     A,
     B,
     LoraPart,
@@ -45,12 +45,13 @@ from ..kernels.gemm import linear_fwd
 from ..kernels.quantize import dense
 from ..kernels.runtime.launch import empty
 from . import functional as F
+from .expert_lora import EXPERT_MATRICES, LoraExperts
+from .experts import MixtureOfExperts
 from .model import Transformer
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 from .tensor import Tensor
 
-TARGETS_OF_MLP = ("gate_proj", "up_proj", "down_proj")
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *TARGETS_OF_MLP)
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *EXPERT_MATRICES)  # of experts, or of an MLP
 TABLES = ("embed_tokens", "lm_head")  # may be targets, too
 
 
@@ -144,7 +145,7 @@ class Lora:
     def read(cls, folder: Path) -> "Lora":
         """Return the options of the adapters in a folder. Raises UserError for what cannot be
         trained."""
-        ranks = read_ranks(folder, MERGED)
+        ranks = read_ranks(folder, TRAINED)
         content = read_json(folder / ADAPTER_CONFIG)
         names = read_targets(folder)
         known = (*TARGETS, *TABLES)
@@ -348,12 +349,12 @@ class AdaptedTransformer(Transformer):
 
     def _check(self, lora: Lora) -> None:
         """Raise UserError for options that this model does not allow."""
-        inside = [name for name in lora.targets if name in TARGETS_OF_MLP]
-        if self.config.n_experts and inside:
-            others = " ".join(name for name in TARGETS if name not in TARGETS_OF_MLP)
+        inside = [name for name in lora.targets if name in EXPERT_MATRICES]
+        if self.config.n_experts and inside and (lora.dora or lora.init == PISSA):
+            others = " ".join(name for name in TARGETS if name not in EXPERT_MATRICES)
             raise UserError(
-                f"experts cannot have LoRA adapters, but the targets are {', '.join(inside)}: give "
-                f"--lora-targets {others}"
+                f"the matrices of experts cannot have {'DoRA' if lora.dora else 'PiSSA'}, but the "
+                f"targets are {', '.join(inside)}: leave it out, or give --lora-targets {others}"
             )
         tables = [x for x in TABLES if x in lora.targets or name_ends(x, lora.modules_to_save)]
         if tables and self.config.tie_embeddings:
@@ -384,6 +385,7 @@ class AdaptedTransformer(Transformer):
         matrices = [item for item in matrices if item[2].parts]
         for module, name, adapted in matrices:
             setattr(module, name, adapted)
+        experts = self._add_to_experts(lora)
         if "embed_tokens" in lora.targets:
             self.model.embed_tokens = LoraEmbedding(self.model.embed_tokens, lora)
         if "lm_head" in lora.targets:
@@ -391,12 +393,26 @@ class AdaptedTransformer(Transformer):
             V, C = self.config.vocab_size, self.config.dim
             self.head_a = Parameter((r, C), (3 * C) ** -0.5, {"lm_head.lora_A.weight": r})
             self.head_b = Parameter((V, r), 0.0, {"lm_head.lora_B.weight": V})
-        if not matrices and not set(TABLES).intersection(lora.targets):
+        if not matrices and not experts and not set(TABLES).intersection(lora.targets):
             raise UserError(
                 f"no matrix of the changed model is named {' or '.join(lora.targets)}: choose "
                 "other --lora-targets"
             )
         return [adapted for *_, adapted in matrices]
+
+    def _add_to_experts(self, lora: Lora) -> bool:
+        """Put adapters on the targets that are matrices of experts. Return True if there are some."""
+        if not set(EXPERT_MATRICES).intersection(lora.targets):
+            return False
+        found = [
+            (module, name, path, item)
+            for path, module in list(self.modules())
+            for name, item in vars(module).items()
+            if type(item) is MixtureOfExperts
+        ]
+        for module, name, path, mixture in found:
+            setattr(module, name, LoraExperts(mixture, f"{path}{name}.", lora.targets, lora.ranks))
+        return bool(found)
 
     def _copy_trained(self, lora: Lora) -> None:
         """Put new parameters in place of those that are trained whole."""
@@ -459,7 +475,7 @@ class AdaptedTransformer(Transformer):
     def without_adapters(self) -> Iterator[None]:
         """Compute with the frozen model alone inside this context; after PiSSA it is not the one
         that was read."""
-        kinds = LoraLinear, LoraEmbedding
+        kinds = LoraLinear, LoraEmbedding, LoraExperts
         adapted = [module for _, module in self.modules() if isinstance(module, kinds)]
         self._switch(adapted, on=False)
         try:

@@ -169,6 +169,11 @@ def _matrices(folder: Path, scales: Mapping[str, float]) -> Matrices:
         raise UserError(f"{folder} holds no adapters of PEFT: give their folder")
     ranks = read_ranks(folder, PATTERNS)
     stored = read_adapters(folder)
+    if any(".experts." in name for name in stored):
+        raise UserError(
+            f"{folder} has adapters of experts, which are not switched from row to row: serve the "
+            f"model with them merged, --model {folder}"
+        )
     found = {}
     unused = set(stored)
     for name in stored:

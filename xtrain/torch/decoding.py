@@ -113,8 +113,9 @@ def _linear_logprobs(x, weight, tokens, want_dx, want_dweight, rows):
 def _linear_logprobs_backward(dlogprobs, x, weight, tokens, want_dx, want_dweight, rows):
     """-logprob is the cross-entropy, with a factor per row. The logits are computed again."""
     factors_N = _elementwise.scale_fwd(dlogprobs, -1.0)
+    sizes = (weight.shape[0], factors_N, want_dx, want_dweight, rows or None)
     _, dx, dweight = _linear_cross_entropy.linear_cross_entropy(
-        x, weight, tokens, weight.shape[0], factors_N, want_dx, want_dweight, rows or None
+        x, weight, tokens, *sizes, dw_dtype=weight.dtype
     )
     return empty(x, 0) if dx is None else dx, empty(weight, 0) if dweight is None else dweight
 

@@ -16,6 +16,7 @@ contain addresses, are made once for each set of addresses.
 
 import copy
 import ctypes
+import functools
 import itertools
 import math
 import threading
@@ -36,6 +37,7 @@ ALIGNMENT = 16  # bytes: what a launcher may ask of an address
 SHIFT = 44  # the placeholder of array n has the address (n + 1) << SHIFT
 BLOCK = 512  # bytes: what torch rounds allocations up to
 MAX_KNOWN = 1 << 12  # signatures of an op
+MAX_VALUES = 64  # of the floats of one signature
 
 
 class Placeholder:
@@ -201,16 +203,16 @@ class _Product:
         self.index = index
         self.operands = [_located(x) for x in (c, a, b)]
         self.places = [_split(x.address) for x in (c, a, b)]
-        self.arguments: Any = [*self.operands, *options]
+        self.compute: Callable = functools.partial(cublas_product, *self.operands, *options)
 
     def __call__(self, addresses: list[int], numbers: list[float], stream: int) -> None:
         for x, (place, offset) in zip(self.operands, self.places):
             x.data.ptr = addresses[place] + offset
         if torch.cuda.is_current_stream_capturing():
             with on_stream(self.index, stream, True):
-                cublas_product(*self.arguments)
+                self.compute()
         else:
-            cublas_product(*self.arguments, stream)
+            self.compute(stream=stream)
 
 
 def _located(a):
@@ -383,7 +385,13 @@ def record(launcher: Callable, arguments: Sequence[Any], index: int) -> Launches
 
 
 class _ByValue:
-    """In place of launches: the launcher decides by the floats, so each value has its own."""
+    """The launches of a launcher that does more with its floats than give them to kernels.
+
+    None once there are more than MAX_VALUES floats, which come from a schedule and never return.
+    """
+
+    def __init__(self):
+        self.recorded: dict[tuple[float, ...], Launches | None] = {}
 
 
 class Repeatable:
@@ -396,7 +404,7 @@ class Repeatable:
     def __init__(self, launcher: Callable, strided: frozenset[int]):
         self.launcher = launcher
         self.strided = strided
-        self.known: dict[tuple, Launches | type[_ByValue] | None] = {}
+        self.known: dict[tuple, Launches | _ByValue | None] = {}
 
     def __call__(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
         """Return the launcher's results for tensors in place of arrays."""
@@ -430,9 +438,10 @@ class Repeatable:
         return run_launcher(self.launcher, given)
 
     def _launches(self, layout, numbers, given, index):
+        """Return the launches of these arguments; None: they are not repeated."""
         try:
             found = self.known[layout]
-            return self.known[layout, *numbers] if found is _ByValue else found
+            return found.recorded[tuple(numbers)] if type(found) is _ByValue else found
         except KeyError:
             pass
         if torch.cuda.is_current_stream_capturing():  # no kernel can be loaded now
@@ -441,15 +450,15 @@ class Repeatable:
             return None  # run_launcher says that this is wrong
         if len(self.known) >= MAX_KNOWN:
             self.known.clear()
-        found = None
-        if layout not in self.known:
-            found = record(self.launcher, _with_numbers(given), index)
-        if found is None and numbers:
-            found = record(self.launcher, given, index)
-            if found is not None:
-                self.known[layout] = _ByValue
-                layout = (layout, *numbers)
-        self.known[layout] = found
+        values = self.known.get(layout)
+        if values is None:
+            found = self.known[layout] = record(self.launcher, _with_numbers(given), index)
+            if found is not None or not numbers:
+                return found
+            values = _ByValue()
+        found = record(self.launcher, given, index)
+        values.recorded[tuple(numbers)] = found
+        self.known[layout] = values if len(values.recorded) <= MAX_VALUES else None
         return found
 
 

@@ -5,11 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from ..kernels import cast as _cast
 from ..kernels import cross_entropy as _cross_entropy
 from ..kernels import linear_cross_entropy as _linear_cross_entropy
 from ..kernels import softmax as _softmax
-from ..kernels.runtime.launch import dtype_name, empty, empty_like
+from ..kernels.runtime.launch import empty, empty_like
 from .ops import autocast, new_like, rows_of, wide
 from .register import call, register_op
 
@@ -18,16 +17,15 @@ from .register import call, register_op
 def _linear_forward(x, weight, targets, inv_count, want_dx, want_dweight, rows):
     if inv_count is None:
         inv_count = _cross_entropy.count_targets(targets)
+    sizes = (weight.shape[0], inv_count, want_dx, want_dweight, rows or None)
     loss_N, dx, dweight = _linear_cross_entropy.linear_cross_entropy(
-        x, weight, targets, weight.shape[0], inv_count, want_dx, want_dweight, rows or None
+        x, weight, targets, *sizes, dw_dtype=weight.dtype
     )
     loss = _cross_entropy.mean_loss(loss_N, inv_count).reshape(())
     if dx is None:
         dx = empty(x, 0)
     if dweight is None:
         dweight = empty(weight, 0)
-    elif dtype_name(weight.dtype) == "bfloat16":  # it is added up in float32
-        dweight = _cast.cast_fwd(dweight, weight.dtype)
     return loss, dx, dweight
 
 
@@ -68,7 +66,8 @@ def linear_cross_entropy(
     x: (..., C), weight: (V, C), both float32 or both bf16; under autocast they are converted.
     targets: (...) integers below V; those that are -100 do not count.
     count: the loss is the sum over the targets divided by it; None: by the number of targets.
-    rows: logits that exist at a time; 0: 2048.
+    rows: logits that exist at a time; 0: 2048. In bf16 the gradient of weight is rounded after each
+        of these chunks, as that of a micro-batch is.
     The forward computes the gradients, too, and backward multiplies them by the gradient of the
     loss, in place: a second backward through the same loss raises an error.
     A target outside the vocabulary raises ValueError on the CPU; on a GPU the loss is NaN.

@@ -59,6 +59,7 @@ KINDS = {  # what an op's forward allocates; ops that are not listed go by their
     "SwiGLULinear": "outputs of projections",
     "Routing": "experts",
     "ExpertMLP": "experts",
+    "LoraExpertMLP": "experts",
     "CrossEntropy": "logits",
     "LinearCrossEntropy": "gradients of the head",
     "LinearDistillation": "gradients of the head",

@@ -30,7 +30,7 @@ import numpy as np
 
 from ...device import Array
 from ..cross_entropy import row_sum
-from ..primitives.ptx import kernel, let_next_start, load1, store1, wait_for_previous
+from ..primitives.ptx import device, kernel, let_next_start, load1, store1, wait_for_previous
 from ..primitives.reduce import FULL, NEG_INF, warp_max, warp_sum
 from ..runtime.compiler import cuda, float32, int32, int64, uint32
 from ..runtime.launch import (
@@ -104,16 +104,21 @@ def router_loss_bwd_ref(dloss_1, x_NE, counts_E, balance, z):
 
 # ----------------------------------------------------------------------------- kernels
 def make_softmax(E):
-    """Return softmax(p_S, logits, n) -> log-sum-exp of row n, and the experts of a lane, S."""
+    """Return read(x_S, logits, n), softmax(p_S), and the experts of a lane, S."""
     STEPS = -(-E // 32)
 
-    @cuda.jit(device=True)
-    def softmax(p_S, logits, n):
-        """Set p_S to the probabilities of this lane's experts, 0 beyond the last."""
-        m = NEG_INF
+    @device
+    def read(x_S, logits, n):
+        """Set x_S to the logits of this lane's experts in row n, -inf beyond the last."""
         for s in range(STEPS):
             e = cuda.laneid + 32 * s
-            p_S[s] = load1(logits, n * E + e) if e < E else NEG_INF
+            x_S[s] = load1(logits, n * E + e) if e < E else NEG_INF
+
+    @device
+    def softmax(p_S):
+        """Replace a row's logits by the probabilities, 0 beyond the last. Return log-sum-exp."""
+        m = NEG_INF
+        for s in range(STEPS):
             m = p_S[s] if p_S[s] > m else m
         m = warp_max(m)
         total = float32(0.0)
@@ -126,38 +131,32 @@ def make_softmax(E):
             p_S[s] *= inverse
         return m + math.log(total)
 
-    return softmax, STEPS
+    return read, softmax, STEPS
 
 
-@functools.cache
-def make_routing_kernel(E, K, renormalized, biased, overlap):
-    """Return the kernel that chooses K of E experts.
+def make_choose(E, K, renormalized, biased):
+    """Return read of make_softmax, choose(experts_NK, weights_NK, n, p_S, bias_E), and S.
 
     biased: with bias_E.
-    overlap: it waits for the previous kernel of the stream itself (runtime/overlap.py).
     """
-    softmax, STEPS = make_softmax(E)
+    read, softmax, STEPS = make_softmax(E)
 
-    @kernel(BLOCK)
-    def routing_kernel(experts_NK, weights_NK, logits, bias_E):
-        """Grid ceil(N / WARPS), block BLOCK. logits: flat (N E)."""
-        p_S = cuda.local.array(STEPS, float32)
+    @device
+    def choose(experts_NK, weights_NK, n, p_S, bias_E):
+        """Write the K experts of row n and their weights, by one warp. p_S: what `read` sets."""
         score_S = cuda.local.array(STEPS, float32)
-        n = int64(cuda.blockIdx.x) * WARPS + (cuda.threadIdx.x >> 5)
         lane = int32(cuda.laneid)
-        if overlap:
-            wait_for_previous()
-            let_next_start()
-        if n >= experts_NK.shape[0]:  # the same for the whole warp
-            return
-        softmax(p_S, logits, n)
+        for s in range(STEPS):
+            score_S[s] = p_S[s]
+        softmax(p_S)
         free = uint32(0)  # bit s: this lane's expert s exists, and has not been chosen
         for s in range(STEPS):
             e = lane + 32 * s
-            score = NEG_INF
             if e < E:
                 free |= uint32(1) << uint32(s)
-                score = p_S[s] + bias_E[e] if biased else load1(logits, n * E + e)
+                if biased:
+                    score_S[s] = p_S[s] + bias_E[e]
+            score = score_S[s]
             score_S[s] = score if score == score else NEG_INF  # not NaN
         total = float32(0.0)
         own_expert = NONE  # of the K, what this lane writes
@@ -189,13 +188,38 @@ def make_routing_kernel(E, K, renormalized, biased, overlap):
             experts_NK[n, lane] = own_expert
             weights_NK[n, lane] = own_p / total if renormalized else own_p
 
+    return read, choose, STEPS
+
+
+@functools.cache
+def make_routing_kernel(E, K, renormalized, biased, overlap):
+    """Return the kernel that chooses K of E experts.
+
+    biased: with bias_E.
+    overlap: it waits for the previous kernel of the stream itself (runtime/overlap.py).
+    """
+    read, choose, STEPS = make_choose(E, K, renormalized, biased)
+
+    @kernel(BLOCK)
+    def routing_kernel(experts_NK, weights_NK, logits, bias_E):
+        """Grid ceil(N / WARPS), block BLOCK. logits: flat (N E)."""
+        p_S = cuda.local.array(STEPS, float32)
+        n = int64(cuda.blockIdx.x) * WARPS + (cuda.threadIdx.x >> 5)
+        if overlap:
+            wait_for_previous()
+            let_next_start()
+        if n >= experts_NK.shape[0]:  # the same for the whole warp
+            return
+        read(p_S, logits, n)
+        choose(experts_NK, weights_NK, n, p_S, bias_E)
+
     return routing_kernel
 
 
 @functools.cache
 def make_routing_bwd_kernel(E, K, renormalized):
     """Return the kernel of the gradient of the logits."""
-    softmax, STEPS = make_softmax(E)
+    read, softmax, STEPS = make_softmax(E)
 
     @kernel(BLOCK)
     def routing_bwd_kernel(dlogits, dweights_NK, logits, experts_NK, weights_NK):
@@ -206,7 +230,8 @@ def make_routing_bwd_kernel(E, K, renormalized):
         if n >= experts_NK.shape[0]:  # the same for the whole warp
             return
         if not renormalized:
-            softmax(u_S, logits, n)
+            read(u_S, logits, n)
+            softmax(u_S)
         dot = float32(0.0)
         for k in range(K):
             dot += dweights_NK[n, k] * weights_NK[n, k]
@@ -227,7 +252,7 @@ def make_routing_bwd_kernel(E, K, renormalized):
 @functools.cache
 def make_router_loss_kernel(E):
     """Return the kernel of both terms of the loss, for each row."""
-    softmax, STEPS = make_softmax(E)
+    read, softmax, STEPS = make_softmax(E)
 
     @kernel(BLOCK)
     def router_loss_kernel(terms_N, logits, counts_E, balance, z):
@@ -236,7 +261,8 @@ def make_router_loss_kernel(E):
         n = int64(cuda.blockIdx.x) * WARPS + (cuda.threadIdx.x >> 5)
         if n >= terms_N.size:  # the same for the whole warp
             return
-        lse = softmax(p_S, logits, n)
+        read(p_S, logits, n)
+        lse = softmax(p_S)
         acc = float32(0.0)
         for s in range(STEPS):
             e = cuda.laneid + 32 * s
@@ -252,7 +278,7 @@ def make_router_loss_kernel(E):
 @functools.cache
 def make_router_loss_bwd_kernel(E):
     """Return the kernel of the gradient of both terms."""
-    softmax, STEPS = make_softmax(E)
+    read, softmax, STEPS = make_softmax(E)
 
     @kernel(BLOCK)
     def router_loss_bwd_kernel(dlogits, dloss_1, logits, counts_E, balance, z, N):
@@ -261,7 +287,8 @@ def make_router_loss_bwd_kernel(E):
         n = int64(cuda.blockIdx.x) * WARPS + (cuda.threadIdx.x >> 5)
         if n >= N:  # the same for the whole warp
             return
-        lse = softmax(p_S, logits, n)
+        read(p_S, logits, n)
+        lse = softmax(p_S)
         acc = float32(0.0)
         for s in range(STEPS):
             e = cuda.laneid + 32 * s

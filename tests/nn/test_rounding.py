@@ -1,0 +1,108 @@
+"""rounding.py: the error of a matrix against rounding each number alone; codes survive quantizing; a whole model."""
+
+import numpy as np
+import pytest
+import torch
+from checks import to_host
+from test_calibration import SHAPES, tokens, uneven_model
+from twins import twin
+
+from xtrain.kernels.quantize import dequantize, quantize
+from xtrain.nn import rounding
+from xtrain.nn.quantized import linear_weights
+from xtrain.nn.rounding import round_weights, rounded
+
+
+def problem(O=24, K=200, N=400):  # noqa: E741
+    """-> w (O, K), H of correlated inputs"""
+    draw = np.random.default_rng(0)
+    w = draw.standard_normal((O, K)).astype(np.float32)
+    x = draw.standard_normal((N, K)) @ draw.standard_normal((K, K)) * draw.uniform(0.1, 2, K)
+    return w, (x.T @ x).astype(np.float32)
+
+
+def error(new, w, h):
+    d = (new - w).astype(np.float64)
+    return float((d @ h * d).sum())
+
+
+@pytest.mark.parametrize("kind", ["int4", "nf4"])
+def test_a_matrix(kind):
+    w, h = problem()
+    new = rounded(w, h, kind)
+    alone = dequantize(quantize(w, kind))
+    assert error(new, w, h) < 0.4 * error(alone, w, h)
+    again = dequantize(quantize(new, kind))
+    assert np.abs(again - new).max() < 0.02 * np.abs(new).max()
+    assert error(again, w, h) < 0.45 * error(alone, w, h)
+
+
+def test_by_hand():
+    """x = (1, 1) always: the second column makes up for the first."""
+    w = np.zeros((1, 128), np.float32)
+    w[0, :4] = -8, 7, 0.4, 0.4
+    h = np.diag(np.full(128, 1e-3, np.float32))
+    h[2:4, 2:4] = 1
+    new = rounded(w, h, "int4")[0]
+    assert new[:2].tolist() == [-8, 7] and sorted(new[2:4].tolist()) == [0, 1]
+
+
+def test_without_inputs_each_number_is_rounded_alone():
+    w, _ = problem(K=130)
+    new = rounded(w, np.zeros((130, 130), np.float32), "int4")
+    np.testing.assert_allclose(new, dequantize(quantize(w, "int4")), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grouped heads", "bias"])
+def test_h_is_that_of_torch(name):
+    """Sums of inputs, weighted by the mean squares of gradients, of each matrix in transformers' model."""
+    config = SHAPES[name]
+    model, ids = uneven_model(config), tokens(config)
+    other = twin(model)
+    expected, inputs = {}, {}
+
+    def forward(name):
+        def note(module, args, output):
+            inputs[name] = args[0].detach().flatten(0, 1).double()
+            output.register_hook(lambda g: backward(name, g.flatten(0, 1).double()))
+
+        return note
+
+    def backward(name, g):
+        x = inputs[name]
+        expected[name] = expected.get(name, 0) + (x * (g**2).mean(1, keepdim=True)).T @ x
+
+    for name, module in other.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_hook(forward(name))
+    for row in torch.from_numpy(ids).long():
+        logits = other(row[None, :-1]).logits
+        torch.nn.functional.cross_entropy(logits[0], row[1:]).backward()
+    with rounding._observed(model) as observed:
+        for row in ids:
+            model.loss(row[None, :-1], row[None, 1:]).backward()
+    prefixes = {id(p): prefix for prefix, p in model.storage()}
+    for seen in observed.values():
+        for part, h in zip(seen.linear.weight.parts, seen.h_PKK):
+            path = prefixes[id(seen.linear.weight)] + part
+            theirs = expected[path.removesuffix(".weight")].numpy()
+            assert np.linalg.norm(h - theirs) < 1e-4 * np.linalg.norm(theirs), path
+    assert len(observed) == 4 * config.n_layers
+
+
+@pytest.mark.parametrize("kind", ["int4", "nf4"])
+def test_a_model(kind):
+    """Nearer to the whole model's logits than each weight rounded alone; nothing but its matrices changes."""
+    config = SHAPES["grouped heads"]
+    ids = tokens(config, 8, 33)
+    whole = uneven_model(config)
+    exact = to_host(whole(ids).data)
+    models = [uneven_model(config) for _ in "ab"]
+    for _, p in linear_weights(models[0]):
+        p.data = dequantize(quantize(p.data, kind))
+    round_weights(models[1], ids, kind)
+    alone, ours = (np.square(to_host(m(ids).data) - exact).mean() for m in models)
+    assert ours < 0.9 * alone
+    changed = {id(p) for _, p in linear_weights(models[1])}
+    for (name, a), (_, b) in zip(whole.storage(), models[1].storage()):
+        assert np.array_equal(a.data, b.data) == (id(b) not in changed), name
