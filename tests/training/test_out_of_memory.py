@@ -15,7 +15,7 @@ from xtrain.config import ModelConfig, resolve
 from xtrain.data.batches import Loader
 from xtrain.errors import UserError, is_out_of_memory
 from xtrain.kernels.attention import gemm_attention as attention
-from xtrain.nn import modules as nn
+from xtrain.nn import arena
 from xtrain.profile import main as profile_main
 from xtrain.train import main, train
 from xtrain.training import memory_plan as memory
@@ -65,7 +65,7 @@ def once(before, error):
 @pytest.mark.parametrize(
     "owner, name, where",
     [
-        (nn, "zeros_on", "modules.py"),
+        (arena, "zeros_on", "arena.py"),
         (Loader, "next_batch", "run.py"),
         (attention, "attention_bwd", "backward"),
     ],
