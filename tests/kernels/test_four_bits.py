@@ -74,7 +74,8 @@ def test_weights_on_a_grid_keep_it(dtype):
     ],
 )
 def test_planted_bugs_of_grids_are_found(old, new):
-    w = np.concatenate([on_grids()[0][:1, :128], rows(2, 128)])
+    w, step = (x[[0, 6], :128] for x in on_grids())
+    w[1] += 0.12 * step[1] * np.where(np.isin(np.arange(128), (3, 4)), 0, 1)  # not near enough
 
     def run():
         kernel, reference = quantize(to_kernel(w), "int4"), quantize(w, "int4")
