@@ -66,7 +66,8 @@ self.onmessage = async ({ data }) => {
     result = JSON.parse(data.run ? python.run(...data.run) : python.check(...data.check));
   } catch (error) {
     const text = String(error.message || error); // of Pyodide: it is out of memory, or the judge fails
-    result = { ok: false, passed: false, error: text, text, pages: [], page: "", seconds: 0 };
+    const broken = error.name !== "PythonError"; // nothing runs in it any more
+    result = { ok: false, passed: false, error: text, text, pages: [], page: "", seconds: 0, broken };
   }
   sendOutput();
   postMessage({ id: data.id, result });

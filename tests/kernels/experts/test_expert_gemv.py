@@ -129,7 +129,7 @@ def test_bad_input():
         ("make_down_kernel", "F if own < EACH and step < ALL else 0", "F if own < EACH else 0"),
         ("make_down_kernel", "F if own < EACH and step < ALL else 0", "F if step < ALL else 0"),
         ("make_down_kernel", "n, c, part * EACH)", "n, c, part)"),
-        ("make_down_kernel", "range(1, PARTS)", "range(1, PARTS - 1)"),
+        ("make_down_kernel", "range(1, PARTS)", "range(2, PARTS)"),
         ("make_down_kernel", "cuda.syncthreads()  # a of the steps", "pass  # a of the steps"),
         ("make_down_kernel", "cuda.syncthreads()  # a is in", "pass  # a is in"),
         ("make_down_kernel", "cuda.syncthreads()  # the sums", "pass  # the sums"),
