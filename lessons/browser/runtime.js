@@ -35,7 +35,6 @@ class Runtime {
   #number = 0;
   #onProgress;
   #confined;
-  seconds = 0; // that the last load took
 
   constructor(onProgress, confined) {
     this.#onProgress = onProgress;
@@ -55,10 +54,8 @@ class Runtime {
       worker.onmessage = ({ data }) => {
         if (data.progress) this.#onProgress(data.progress);
         else if (data.failed) reject(new Error(`Python could not be loaded: ${data.failed}`));
-        else if (data.ready) {
-          this.seconds = data.ready;
-          resolve(this);
-        } else this.#answer(data);
+        else if (data.ready) resolve(this);
+        else this.#answer(data);
       };
       worker.onerror = (event) => {
         event.preventDefault();

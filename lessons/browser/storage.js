@@ -125,7 +125,7 @@ export function replaced(texts) {
   return Object.keys(texts).filter((name) => name in mine && name !== "passed.txt" && mine[name] !== texts[name]);
 }
 
-// Keep them all, or none: raises an error if there is no room. What has passed is added to what has passed here.
+// Keep them all, or none: raises an error if the storage is full. What has passed is added to what has passed here.
 export function imported(texts) {
   const before = Object.entries(localStorage).filter(([key]) => key.startsWith("xtrain/"));
   const kept = Object.entries(texts).every(([name, text]) => {

@@ -1,6 +1,6 @@
 // A Web Worker with Python: it loads Pyodide, NumPy, xtrain and the judges, and runs what runtime.js asks for.
 // Messages to it: {id, run: [code, file, options]} and {id, check: [number, text, file, seed]}.
-// Messages from it: {progress}, {ready: seconds}, {failed}, {id, output}, {id, result}.
+// Messages from it: {progress}, {ready}, {failed}, {id, output}, {id, result}.
 
 import { loadPyodide } from "./pyodide/pyodide.mjs";
 
@@ -50,7 +50,7 @@ async function load() {
   python.unpackArchive(await archives[1], "zip", { extractDir: SITE_PACKAGES });
   progress(3, "starting");
   const module = python.pyimport("in_browser");
-  postMessage({ ready: seconds() });
+  postMessage({ ready: true });
   return module;
 }
 

@@ -14,6 +14,7 @@ from xtrain.config import ModelConfig
 from xtrain.errors import UserError
 from xtrain.kernels import peers
 from xtrain.kernels.cast import BFLOAT16
+from xtrain.nn.mode import no_grad
 from xtrain.nn.model import Transformer
 from xtrain.nn.optim import AdamW
 from xtrain.nn.sharded_arena import Share
@@ -325,7 +326,10 @@ def test_a_model_whose_layers_are_divided(fake_gpu, size):
         stage = Gathered(Gathering(model, c))
         own = Zero3AdamW(model, c, stage.gathering, lr=1e-3)
         for rows in ids[:, ranks.rank]:
+            with no_grad():  # as a validation between steps
+                model.loss(rows[:, :-1], rows[:, 1:])
             hyper = own.advance()
+            assert c.used == 0, "the step uses the same events again, also one that is replayed"
             model.zero_grad()
             stage.backward(model.loss(rows[:, :-1], rows[:, 1:], share_1), True)
             own.apply(hyper)

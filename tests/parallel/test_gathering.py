@@ -254,3 +254,37 @@ def test_parts_of_a_layer_are_not_taken_for_its_weights():
             read()
     with pytest.raises(ValueError, match="shape"):
         weight.data = np.zeros((3, 3), np.float32)
+
+
+def test_an_interrupted_forward_leaves_nothing_in_flight():
+    """A captured step waits for nothing that was started before it, so the next one must not begin before that."""
+    model, collectives, stage = sharded(n_layers=3)
+    optimizer = Zero3AdamW(model, collectives, stage.gathering, lr=1e-2)
+    model.model.layers[0].mlp = lambda x: 1 / 0
+    with no_grad(), pytest.raises(ZeroDivisionError):
+        model.loss(IDS[:, :-1], IDS[:, 1:])
+    weights = model.arena.layers[1].weights
+    assert np.isnan(weights).all(), "in flight"
+    optimizer.advance()
+    assert not np.isnan(weights).any()
+
+
+def test_a_layer_behind_frozen_ones_is_refused():
+    """Its input has no gradient, so backward would pass it by, and its sum would be 0."""
+    model, _, stage = sharded(n_layers=3)
+    model.model.embed_tokens.weight.requires_grad = False
+    with pytest.raises(UserError, match="frozen embedding.*layer 0 is trained.*--zero 1"):
+        model.loss(IDS[:, :-1], IDS[:, 1:])
+    with no_grad():
+        model.loss(IDS[:, :-1], IDS[:, 1:])
+    for _, p in model.model.layers[0].storage():
+        p.requires_grad = False
+    with pytest.raises(UserError, match="layer 1 is trained"):
+        model.loss(IDS[:, :-1], IDS[:, 1:])
+
+
+def test_codes_of_fp8_are_refused():
+    """Also where no command line says so: a checkpoint decides the precision of a run that resumes."""
+    config = ModelConfig(vocab_size=16, dim=16, n_layers=2, n_heads=1, head_dim=16, max_seq_len=16)
+    with pytest.raises(UserError, match="fp8 is not supported with --zero 3"):
+        Transformer(config, 0, "sim", "fp8", share=Share(0, 2))

@@ -122,7 +122,7 @@ class Arena:
 
     def __reduce__(self) -> Any:
         if self.weights is None:
-            raise UserError("the weights are divided among the ranks (ZeRO-1): copy a checkpoint")
+            raise UserError("the weights are divided among the ranks (--zero): copy a checkpoint")
         return arena_of, (self.parameters, self.kind)  # copy.deepcopy and pickle
 
     @property
