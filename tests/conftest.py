@@ -92,6 +92,9 @@ def is_inner_loop(config) -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "chromium" in item.fixturenames:
+            item.add_marker("pages")
     if is_inner_loop(config) and not config.option.markexpr and not config.option.keyword:
         long = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=long)

@@ -18,7 +18,8 @@ communicate the gradients; on the CPU, ranks use NumPy and MPI.
 
 Gradients travel in buckets, slices of the arena, while backward continues (parallel/ddp.py; lesson
 15 builds up to it). ZeRO-1, --zero 1, the default, divides the optimizer state among the ranks
-(parallel/zero.py).
+(parallel/zero.py); --zero 3 the layers, too, for models that do not fit on one GPU
+(parallel/gathering.py).
 """
 
 import importlib

@@ -2,7 +2,6 @@
 
 import re
 
-import ml_dtypes
 import numpy as np
 
 from xtrain.simulator import sim
@@ -11,8 +10,31 @@ from .attempt import exercise
 from .reading import named_types
 
 CHANGED = "An input was changed: compute new arrays."
-E4M3 = ml_dtypes.float8_e4m3fn
-TABLE = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float64)
+
+
+def numbers_of(fraction_bits: int, bias: int) -> np.ndarray:
+    """The numbers of all 256 codes of a format without infinities or NaN, float64. (ml_dtypes has no build for a browser.)"""
+    codes = np.arange(256)
+    parts = 1 << fraction_bits
+    exponent = (codes & 127) // parts
+    fraction = codes % parts / parts
+    size = np.where(exponent > 0, 1 + fraction, fraction) * 2.0 ** (np.maximum(exponent, 1) - bias)
+    return np.where(codes < 128, size, -size)
+
+
+TABLE = numbers_of(3, 7)  # e4m3: code -> number
+TABLE[[127, 255]] = np.nan
+E5M2 = numbers_of(2, 15)
+E5M2[[124, 252]] = np.inf, -np.inf
+E5M2[[125, 126, 127, 253, 254, 255]] = np.nan
+
+
+def nearest_code(a) -> np.ndarray:
+    """The e4m3 code nearest to each a, from 0 to 448; halfway between two the even one."""
+    lower = np.searchsorted(TABLE[:127], a, "right") - 1
+    upper = np.minimum(lower + 1, 126)
+    below, above = a - TABLE[lower], TABLE[upper] - a
+    return np.where((above < below) | ((above == below) & (lower % 2 == 1)), upper, lower)
 
 
 @exercise(
@@ -123,7 +145,6 @@ def decode(e):
         value = np.where(exponent >= least, normal, (one + fraction / parts) * 2.0**below)
         return sign * np.where((exponent == 15) & (fraction == 7), np.nan, value)
 
-    e5m2 = bits.astype(np.uint8).view(ml_dtypes.float8_e5m2).astype(np.float64)
     full = sign * np.where((exponent == 15) & (fraction == 7), 480.0, np.abs(TABLE))
     every = bits.astype(np.uint8)
     fixed = (every, every[0x38:0x40], np.zeros((0,), np.uint8), every[::-1][:96].reshape(8, 12))
@@ -156,7 +177,7 @@ def decode(e):
             "The sign is missing: the highest bit means minus.": np.abs(TABLE)[at],
             "The fraction has 3 bits: it counts eighths.": lambda got, at=at: many and any(
                 np.allclose(got, reading(parts=p)[at], equal_nan=True) for p in (4, 7, 16)),
-            "This is e5m2, with 5 bits of exponent and 2 of fraction: e4m3 has 4 and 3.": e5m2[at],
+            "This is e5m2, with 5 bits of exponent and 2 of fraction: e4m3 has 4 and 3.": E5M2[at],
         })  # fmt: skip
         e.need(np.array_equal(given, codes), CHANGED)
 
@@ -192,7 +213,7 @@ def encode(e):
         return "random numbers", (rng.choice([-1, 1], size.shape) * size).astype(np.float32)
 
     def codes_of(a):
-        return np.minimum(a, 448).astype(E4M3).view(np.uint8).astype(int)
+        return nearest_code(np.minimum(a, 448).astype(np.float64))
 
     for case, v in e.cases(fixed, draw):
         v = np.array(v, np.float32)

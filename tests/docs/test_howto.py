@@ -386,7 +386,7 @@ def test_every_page_is_in_the_navigation_and_linked_from_the_index():
 
 UNLISTED = re.compile(
     r"\.simulator\.|_simulated$|\.report\.|_bwd|_dkdv$|_parts$|_loops$|_table$|_tensor_cores$|_kernels$|_search$|_code$|_changes$"
-    r"|_four_bits$|_heads$|_schedule$|_sequences$|_operands$|\.nn\.(loss_)?functions$"
+    r"|_four_bits$|_heads$|_schedule$|_sequences$|_operands$|\.nn\.((loss|expert)_)?functions$"
 )
 
 

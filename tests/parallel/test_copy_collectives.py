@@ -10,10 +10,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from xtrain.config import ModelConfig
 from xtrain.errors import UserError
 from xtrain.kernels import peers
 from xtrain.kernels.cast import BFLOAT16
+from xtrain.nn.mode import no_grad
+from xtrain.nn.model import Transformer
+from xtrain.nn.optim import AdamW
+from xtrain.nn.sharded_arena import Share
 from xtrain.parallel import collectives, copy_collectives
+from xtrain.parallel.gathering import Gathered, Gathering
+from xtrain.parallel.zero3 import Zero3AdamW
 
 PATIENCE = 20.0  # seconds until a wait counts as a deadlock
 
@@ -282,6 +289,60 @@ def layers_in_turn(copies, size, steps, half, layers=5):
         c.close()
 
     return work
+
+
+class OnNumPy(copy_collectives.CopyCollectives):
+    """For the arrays of a model, which are of no derived class."""
+
+    def register(self, x):
+        super().register(x.view(Array))
+
+    def gather_shares(self, x, own):
+        super().gather_shares(x.view(Array), own.view(Array))
+
+    def sum_share(self, x, own, add):
+        super().sum_share(x.view(Array), own.view(Array), add)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_model_whose_layers_are_divided(fake_gpu, size):
+    """Steps of ZeRO-3 with these collectives, every rank on its own rows: the weights of one rank with all rows."""
+    config = ModelConfig(vocab_size=61, dim=24, n_layers=3, n_heads=3, head_dim=8, max_seq_len=8)
+    ids = np.random.default_rng(0).integers(0, 61, (4, size, 2, 9))  # step, rank, rows
+    plain = Transformer(config, 0)
+    optimizer = AdamW(plain, lr=1e-3)
+    for rows in ids:
+        plain.zero_grad()
+        rows = rows.reshape(-1, 9)
+        plain.loss(rows[:, :-1], rows[:, 1:]).backward()
+        optimizer.step()
+    expected = dict(plain.views(plain.arena.weights))
+    share_1 = np.full(1, 1 / (16 * size), np.float32)
+
+    def work(ranks):
+        model = Transformer(config, 0, "cpu", world=size, share=Share(ranks.rank, size))
+        grads = model.arena.grads.view(Array)
+        c = OnNumPy(ranks, SimpleNamespace(grads=grads, weights=None, half=None))
+        stage = Gathered(Gathering(model, c))
+        own = Zero3AdamW(model, c, stage.gathering, lr=1e-3)
+        for rows in ids[:, ranks.rank]:
+            with no_grad():  # as a validation between steps
+                model.loss(rows[:, :-1], rows[:, 1:])
+            hyper = own.advance()
+            assert c.used == 0, "the step uses the same events again, also one that is replayed"
+            model.zero_grad()
+            stage.backward(model.loss(rows[:, :-1], rows[:, 1:], share_1), True)
+            own.apply(hyper)
+        for name, start, shape in model.places():
+            unit = next(u for u in model.arena.units if u.start <= start < u.end)
+            n = int(np.prod(shape))
+            first = min(max(unit.own_start, start), start + n)
+            wanted = expected[name].reshape(-1)[first - start :][: unit.share_of(start, n).size]
+            found = np.asarray(unit.share_of(start, n))
+            np.testing.assert_allclose(found, wanted, atol=1e-5, err_msg=name)
+        c.close()
+
+    fake_gpu(World(size, 6), work)
 
 
 def test_shards_cover_every_slice():

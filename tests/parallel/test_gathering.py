@@ -10,7 +10,7 @@ from xtrain.kernels.cast import cast_into
 from xtrain.nn.autograd import no_grad
 from xtrain.nn.model import Transformer
 from xtrain.nn.optim import AdamW
-from xtrain.nn.sharded_arena import Share
+from xtrain.nn.sharded_arena import Share, Unit
 from xtrain.parallel.gathering import Gathered, Gathering
 from xtrain.parallel.zero3 import Zero3AdamW
 from xtrain.tuning.finetune import FinetuneConfig
@@ -20,12 +20,14 @@ IDS = np.random.default_rng(0).integers(0, 61, (2, 17))
 
 
 class OneRank:
-    """Collectives of a single rank, which record their calls; what is in flight arrives at `wait`."""
+    """Collectives of a single rank, which record their calls. What is in flight is read and written at the last moment:
+    in `wait`. A mark belongs to its step: a CUDA graph cannot wait for what was recorded before it."""
 
     def __init__(self):
         self.events = []
         self.in_flight = []
         self.arena = None
+        self.step = 0
 
     def name_of(self, own):
         where = [u for u in self.arena.units if own is u.master or own is u.summed]
@@ -40,20 +42,30 @@ class OneRank:
 
     def sum_share(self, x, own, add):
         self.events.append(("sum", self.name_of(own)))
-        total = x + own if add else x.copy()
-        x.fill(np.nan) if own.base is not x.base else None
-        self.in_flight.append(lambda: own.__setitem__(..., total))
+
+        def arrive():
+            own[...] = x + own if add else x
+            if not np.shares_memory(own, x):
+                x.fill(np.nan)
+
+        self.in_flight.append(arrive)
 
     def mark(self, mark=None):
-        return len(self.in_flight)
+        return self.step, len(self.in_flight)
 
     def wait(self, mark):
-        for arrive in self.in_flight[:mark]:
+        step, n = mark
+        assert step == self.step, "a mark of another step"
+        for arrive in self.in_flight[:n]:
             arrive()
-        self.in_flight[:mark] = [lambda: None] * mark
+        self.in_flight[:n] = [lambda: None] * n
 
     def join(self):
-        self.wait(len(self.in_flight))
+        self.wait(self.mark())
+
+    def gather_1(self, own_1):
+        self.join()
+        return own_1
 
     own = lambda self, array, a, b: [(a, b)]
     register = lambda self, array: None
@@ -123,17 +135,44 @@ def test_the_next_layer_is_gathered_while_one_computes(monkeypatch):
     assert ("gather", 0) not in events and ("gather", 1) not in events, "still there"
 
 
-def test_an_update_makes_gathered_layers_old():
-    model, collectives, stage = sharded(n_layers=2)
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+def test_steps_are_those_of_a_whole_model(layers):
+    """Some with a forward pass between them, which leaves layers in the buffers. The update makes them old."""
+    model, collectives, stage = sharded(n_layers=layers)
     optimizer = Zero3AdamW(model, collectives, stage.gathering, lr=1e-2)
-    stage.backward(model.loss(IDS[:, :-1], IDS[:, 1:]), True)
-    optimizer.step()
     plain = Transformer(model.config, 0)
     other = AdamW(plain, lr=1e-2)
-    plain.loss(IDS[:, :-1], IDS[:, 1:]).backward()
-    other.step()
-    for ids in (IDS[:, 1:], IDS[:, 1:]):
-        assert model.loss(ids, ids).item() == plain.loss(ids, ids).item()
+    for step in range(4):
+        ids = np.roll(IDS, step, axis=1)
+        hyper = optimizer.advance()
+        collectives.step += 1
+        for m in (plain, model):
+            m.zero_grad()
+        losses = [m.loss(ids[:, :-1], ids[:, 1:]) for m in (plain, model)]
+        assert losses[0].item() == losses[1].item()
+        losses[0].backward()
+        stage.backward(losses[1], True)
+        optimizer.clip(0)
+        optimizer.apply(hyper)
+        other.step()
+        collectives.in_flight.clear()
+        if step % 2:
+            with no_grad():
+                assert (
+                    model.loss(ids[:, 1:], ids[:, 1:]).item()
+                    == plain.loss(ids[:, 1:], ids[:, 1:]).item()
+                )
+    for unit in model.arena.units:
+        assert np.array_equal(unit.master, plain.arena.weights[unit.start : unit.end])
+
+
+@pytest.mark.parametrize("bug", ["wait", "begin_gradients", "forget"])
+def test_the_test_sees_a_planted_bug(monkeypatch, bug):
+    """Nothing is waited for; old gradients are added to; layers stay after an update."""
+    owner = Unit if bug == "begin_gradients" else Gathering
+    monkeypatch.setattr(owner, bug, lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_steps_are_those_of_a_whole_model(4)
 
 
 def test_bf16_copies_are_those_of_whole_masters():
@@ -215,3 +254,37 @@ def test_parts_of_a_layer_are_not_taken_for_its_weights():
             read()
     with pytest.raises(ValueError, match="shape"):
         weight.data = np.zeros((3, 3), np.float32)
+
+
+def test_an_interrupted_forward_leaves_nothing_in_flight():
+    """A captured step waits for nothing that was started before it, so the next one must not begin before that."""
+    model, collectives, stage = sharded(n_layers=3)
+    optimizer = Zero3AdamW(model, collectives, stage.gathering, lr=1e-2)
+    model.model.layers[0].mlp = lambda x: 1 / 0
+    with no_grad(), pytest.raises(ZeroDivisionError):
+        model.loss(IDS[:, :-1], IDS[:, 1:])
+    weights = model.arena.layers[1].weights
+    assert np.isnan(weights).all(), "in flight"
+    optimizer.advance()
+    assert not np.isnan(weights).any()
+
+
+def test_a_layer_behind_frozen_ones_is_refused():
+    """Its input has no gradient, so backward would pass it by, and its sum would be 0."""
+    model, _, stage = sharded(n_layers=3)
+    model.model.embed_tokens.weight.requires_grad = False
+    with pytest.raises(UserError, match="frozen embedding.*layer 0 is trained.*--zero 1"):
+        model.loss(IDS[:, :-1], IDS[:, 1:])
+    with no_grad():
+        model.loss(IDS[:, :-1], IDS[:, 1:])
+    for _, p in model.model.layers[0].storage():
+        p.requires_grad = False
+    with pytest.raises(UserError, match="layer 1 is trained"):
+        model.loss(IDS[:, :-1], IDS[:, 1:])
+
+
+def test_codes_of_fp8_are_refused():
+    """Also where no command line says so: a checkpoint decides the precision of a run that resumes."""
+    config = ModelConfig(vocab_size=16, dim=16, n_layers=2, n_heads=1, head_dim=16, max_seq_len=16)
+    with pytest.raises(UserError, match="fp8 is not supported with --zero 3"):
+        Transformer(config, 0, "sim", "fp8", share=Share(0, 2))

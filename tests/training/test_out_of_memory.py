@@ -15,13 +15,14 @@ from xtrain.config import ModelConfig, resolve
 from xtrain.data.batches import Loader
 from xtrain.errors import UserError, is_out_of_memory
 from xtrain.kernels.attention import gemm_attention as attention
-from xtrain.nn import modules as nn
+from xtrain.nn import arena
 from xtrain.profile import main as profile_main
 from xtrain.train import main, train
 from xtrain.training import memory_plan as memory
 from xtrain.training import out_of_memory
 from xtrain.training.out_of_memory import MARGIN, OutOfMemory, check_fits, explain, needed
 from xtrain.training.run import Run
+from xtrain.training.zero_plan import zero1, zero3
 
 SMALL = [
     "--preset",
@@ -65,7 +66,7 @@ def once(before, error):
 @pytest.mark.parametrize(
     "owner, name, where",
     [
-        (nn, "zeros_on", "modules.py"),
+        (arena, "zeros_on", "arena.py"),
         (Loader, "next_batch", "run.py"),
         (attention, "attention_bwd", "backward"),
     ],
@@ -232,6 +233,24 @@ def test_ranks_share_a_machine(tmp_path):
     alone, shared = needed(config, model, "cpu"), needed(config, model, "cpu", two)
     assert shared.kinds["moments"] == alone.kinds["moments"] // 2
     assert "of 2 ranks" in explain(config, model, "cpu", two)[0]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_gpus_divide_what_zero_says(tmp_path, zero):
+    """The message on a GPU of several is about its share."""
+    kind = dict(batch=64, micro_batch=16, zero=zero, precision="bf16")
+    config, shape = resolve(options(tmp_path, **kind), gpu=True)
+    model = ModelConfig(vocab_size=320, **shape | {"head_dim": 64})
+    four = SimpleNamespace(world=4, local_world=4)
+    alone = needed(replace(config, batch=16), model, "gpu")
+    shared = needed(config, model, "gpu", four)
+    plan = memory.plan(model, 16, config.seq_len, "bf16", config.recompute, steps=1)
+    expected = {0: plan.reserved, 1: zero1(plan, 4), 3: zero3(plan, model, "bf16", 4)}[zero]
+    assert alone.nbytes == plan.reserved + memory.OUTSIDE
+    assert shared.nbytes == int(expected + memory.OUTSIDE)
+    share = 4 if zero else 1
+    assert shared.kinds["moments"] == pytest.approx(alone.kinds["moments"] / share, 0.01)
+    assert sum(shared.kinds.values()) <= shared.nbytes
 
 
 MEASURE = r"""

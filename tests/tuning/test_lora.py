@@ -465,6 +465,7 @@ def test_what_the_command_refuses(tmp_path, folder, data, capsys):
         (["--lora", "-1"], "--lora must be a positive rank"),
         (["--lora-alpha", "4"], "--lora-alpha needs --lora"),
         (["--lora", "4", "--lora-rank-pattern", "k_proj"], "must be NAME=NUMBER"),
+        (["--lora", "4", "--lora-alpha-pattern", "qproj=8"], "'qproj' of --lora-rank-pattern or"),
         (["--weights", "nf4"], "--weights nf4 needs --lora"),
         (["--lora", "4", "--lora-alpha", "0"], "LoRA needs a positive rank and alpha"),
         (

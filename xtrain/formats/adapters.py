@@ -135,6 +135,11 @@ class Ranks:
         alpha = _first_match(self.alphas, name, self.alpha)
         return rank, alpha / (rank**0.5 if self.by_root else rank)
 
+    def unused(self, names: list[str]) -> list[str]:
+        """Return the patterns that fit none of these matrices."""
+        patterns = (*self.ranks, *self.alphas)
+        return [key for key in patterns if not any(_fits(key, name) for name in names)]
+
 
 @dataclass(frozen=True)
 class LoraPart:
@@ -152,9 +157,14 @@ class LoraPart:
 
 def _first_match(pattern: dict[str, Any], name: str, default: Any) -> Any:
     for key, value in pattern.items():
-        if re.match(rf"(.*\.)?({key})$", name):
+        if _fits(key, name):
             return value
     return default
+
+
+def _fits(key: str, name: str) -> bool:
+    """Return True if a pattern is the end of a matrix's name."""
+    return re.match(rf"(.*\.)?({key})$", name) is not None
 
 
 def read_ranks(folder: Path, supported: tuple[str, ...]) -> Ranks:

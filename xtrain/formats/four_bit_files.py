@@ -13,7 +13,7 @@ A matrix w (O, K) is four tensors. Its K columns lie in groups of group_size, g(
                (checkpoint_format "gptq_v2": zero)
     g_idx      int32 (K,): g(k), in any order                none: g(k) = k // group_size
 
-nn/quantized.py finds these codes again if a group is one of its own.
+kernels/four_bits.py finds the same codes again where a group has 128 columns.
 """
 
 from dataclasses import dataclass, field, replace
@@ -81,7 +81,7 @@ def _matrix(module: str, stored: dict[str, Stored], config: dict[str, Any]) -> "
     if missing:
         raise UserError(f"{codes.path} lacks {listed([f'{module}.{missing[0]}'])}")
     if len(codes.shape) != 2:
-        raise UserError(f"{codes.path} is damaged: {listed([codes.name])} is no matrix")
+        raise UserError(f"{codes.path} is damaged: {listed([codes.name])} has shape {codes.shape}")
     rows, columns = codes.shape
     K, O = (rows * PER_WORD, columns) if gptq else (rows, columns * PER_WORD)  # noqa: E741
     groups = parts["scales"].shape[0] if parts["scales"].shape else 0

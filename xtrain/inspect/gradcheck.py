@@ -118,6 +118,8 @@ class Draw:
         self.draw = draw
 
     def __getattr__(self, name):  # called for attributes that are not set yet
+        if name[0] == "E":  # rows of the matrices of all experts: EC, EFF
+            return self.E * getattr(self, name[1:])
         setattr(self, name, self.draw(SIZES[name]))
         return getattr(self, name)
 
@@ -132,11 +134,6 @@ class Draw:
     W = property(lambda d: d.O + d.pad + d.V)  # rows of a matrix with adapters of ranks G and rep
     AA = property(lambda d: d.G + d.rep)  # rows of both a
     E = property(lambda d: d.G + d.pad)  # experts, of which G compute a row
-    EFF = property(lambda d: d.E * d.FF)  # rows of the matrices of all experts
-    EC = property(lambda d: d.E * d.C)
-    EF = property(lambda d: d.E * d.F)
-    ER = property(lambda d: d.E * d.R)  # of R ranks of each
-    EAA = property(lambda d: d.E * d.AA)
     AC = property(lambda d: d.V if d.given else d.C)  # columns of a, rows of b of an adapted matrix
     BC = property(lambda d: d.C if d.given else d.V)
     inverse_norms = property(lambda d: np.linspace(0.5, 2, d.W))

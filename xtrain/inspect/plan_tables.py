@@ -112,9 +112,9 @@ def _gpus_table(
     gpus: list[int], plan: memory.Plan, gpu_gb: float, config: ModelConfig, precision: str
 ) -> Table:
     """Return the table of several GPUs. precision: "" if ZeRO-3 is not supported."""
-    kinds = ["each as now", "with ZeRO-1"]
+    kinds = ["as now", "ZeRO-1"]
     if precision:
-        kinds.append("with ZeRO-3")
+        kinds.append("ZeRO-3")
     table = new_table(
         "data parallel", "GPUs", *(x for kind in kinds for x in (f"{kind}, GB", "fits"))
     )

@@ -19,7 +19,7 @@ sharded_arena.py has the one of ZeRO-3, which keeps a part of every layer.
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +28,6 @@ from ..errors import UserError
 from ..kernels.cast import BFLOAT16, cast_into
 from ..kernels.runtime.launch import empty
 from .tensor import Version
-
-if TYPE_CHECKING:
-    from .modules import Parameter
 
 # floats: every parameter starts at a multiple of 256 bytes, for 16-byte loads and cuBLAS
 ALIGN = 64
@@ -54,6 +51,7 @@ class Arena:
 
     Elements [0, n_decay) are decayed.
 
+    parameters: modules.Parameter, all of them.
     weights: None while ZeRO-1 keeps each float32 weight on one rank only (parallel/zero.py): only
         the bf16 copy is complete.
     half: with bf16, a copy of the weights in bf16. AdamW writes it together with the weights; after
@@ -69,7 +67,7 @@ class Arena:
 
     def __init__(
         self,
-        parameters: "list[Parameter]",
+        parameters: list[Any],
         device: str,
         bf16: bool = False,
         world: int = 1,
@@ -124,7 +122,7 @@ class Arena:
 
     def __reduce__(self) -> Any:
         if self.weights is None:
-            raise UserError("the weights are divided among the ranks (ZeRO-1): copy a checkpoint")
+            raise UserError("the weights are divided among the ranks (--zero): copy a checkpoint")
         return arena_of, (self.parameters, self.kind)  # copy.deepcopy and pickle
 
     @property
@@ -170,7 +168,7 @@ class Arena:
             self.half_version = self.version.count
 
 
-def arena_of(parameters: "list[Parameter]", kind: tuple[Any, ...]) -> Arena:
+def arena_of(parameters: list[Any], kind: tuple[Any, ...]) -> Arena:
     """Return a new arena of this kind, also on another device. The parameters keep their values;
     quantized ones stay."""
     kept = [(p, p.data) for p in parameters if p.quantized is None]

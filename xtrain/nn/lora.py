@@ -15,6 +15,7 @@ below the other, x a^T is one product for all, and each adds to its own columns 
 """
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -346,6 +347,17 @@ class AdaptedTransformer(Transformer):
             self._take_principal(lora.ranks, base)
         for adapted in matrices:
             adapted.start(device)
+
+    def check_patterns(self, ranks: Ranks) -> None:
+        """Raise UserError if a pattern of ranks or alphas fits no matrix that has adapters."""
+        names = [
+            re.sub(r"\.lora_(embedding_)?A.*", "", name) for name, _ in self.named_parameters()
+        ]
+        if unused := ranks.unused(names):
+            raise UserError(
+                f"{unused[0]!r} of --lora-rank-pattern or --lora-alpha-pattern fits no matrix with "
+                "adapters: give the end of its name, such as q_proj"
+            )
 
     def _check(self, lora: Lora) -> None:
         """Raise UserError for options that this model does not allow."""

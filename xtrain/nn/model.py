@@ -160,6 +160,8 @@ class Transformer(Module):
             )
         if self.config.n_experts:
             raise UserError("precision fp8 is not supported for a mixture of experts: choose bf16")
+        if self.share is not None:
+            raise UserError("precision fp8 is not supported with --zero 3: choose bf16")
         if not trainable:
             raise UserError(
                 "precision fp8 is not supported with adapters (--lora) or for serving: choose bf16"

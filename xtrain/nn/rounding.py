@@ -98,7 +98,7 @@ class _Table:
 def _observed(model: Transformer) -> Iterator[dict[int, _Observed]]:
     """Yield {id of a Linear: what it has seen}, which grows while the model computes."""
     found: dict[int, _Observed] = {}
-    replaced = [(model.model, "embed_tokens", model.model.embed_tokens)]
+    replaced: list[tuple[Any, str, Any]] = [(model.model, "embed_tokens", model.model.embed_tokens)]
     for layer in model.model.layers:
         for module in (layer.self_attn, layer.mlp):
             if type(module) in (Attention, MLP):

@@ -20,10 +20,11 @@ Bytes of a rank, with R ranks, N parameters in layers, M outside and n in the la
     bf16     16 N / R + 12 M / R + 6 M + 12 n
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -32,9 +33,6 @@ from ..errors import UserError
 from ..kernels.cast import BFLOAT16
 from .arena import ALIGN, Arena, arena_unit, view_of
 from .tensor import Version
-
-if TYPE_CHECKING:
-    from .modules import Parameter
 
 BUFFERS = 2  # one for the layer that computes, one for the next
 
@@ -65,7 +63,7 @@ class Buffer:
 class Unit:
     """A range [start, end) of the arena that is gathered as a whole.
 
-    parameters: in the order of the arena.
+    parameters: modules.Parameter, in the order of the arena.
     is_layer: whether it shares its buffer with other layers.
     own_start, own_end: this rank's share of the range.
     first: index of own_start in master and in the moments.
@@ -80,7 +78,7 @@ class Unit:
 
     start: int
     end: int
-    parameters: "list[Parameter]"
+    parameters: list[Any]
     is_layer: bool
     own_start: int
     own_end: int
@@ -159,8 +157,8 @@ class ShardedArena(Arena):
 
     def __init__(
         self,
-        groups: "Iterable[tuple[bool, list[Parameter]]]",
-        vectors: "list[Parameter]",
+        groups: Iterable[tuple[bool, list[Any]]],
+        vectors: list[Any],
         device: str,
         bf16: bool,
         share: Share,
@@ -172,62 +170,57 @@ class ShardedArena(Arena):
         self.half_version = -1
         self.all_written = True
         self.refresh_whole: Any = None
-        plans = [_plan(layer, parameters) for layer, parameters in groups if parameters]
-        self.matrices = [p for _, parameters, _ in plans for p in parameters]
-        self.n_decay = _place(plans, 0, share.world)
-        if vectors:
-            plans.append(_plan(False, vectors))
-        self.size = _place(plans[len(plans) - bool(vectors) :], self.n_decay, share.world)
+        matrices = [group for group in groups if group[1]]
+        ranges = _ranges(matrices + ([(False, vectors)] if vectors else []), share.world)
+        self.matrices = [p for _, parameters in matrices for p in parameters]
         self.parameters = [*self.matrices, *vectors]
-        self._make_memory(plans, device, bf16, share)
+        self.size = ranges[-1].end
+        self.n_decay = ranges[-1].start if vectors else self.size
+        self._make_memory(ranges, device, BFLOAT16 if bf16 else np.float32)
 
-    def _make_memory(self, plans, device, bf16, share):
-        lengths = [_length(parameters, share.world) for _, parameters, _ in plans]
-        layers = [n for n, (is_layer, *_) in zip(lengths, plans) if is_layer]
-        matrix_dtype = BFLOAT16 if bf16 else np.float32
+    def _make_memory(self, ranges, device, matrix_dtype):
+        """Allocate everything, and make the units."""
+        rank, world = self.share.rank, self.share.world
         new = lambda n, dtype: Buffer(zeros_on(device, n, dtype), zeros_on(device, n, np.float32))
-        turns = min(BUFFERS, len(layers))
-        in_turn = [new(max(layers[i::turns]), matrix_dtype) for i in range(turns)]
-        self.master = zeros_on(device, self.size // share.world, np.float32)
-        self.summed = zeros_on(device, sum(layers) // share.world, np.float32)
+        layers = [r.end - r.start for r in ranges if r.is_layer]
+        in_turn = [new(max(layers[i::BUFFERS]), matrix_dtype) for i in range(BUFFERS) if layers[i:]]
+        self.master = zeros_on(device, self.size // world, np.float32)
+        self.summed = zeros_on(device, sum(layers) // world, np.float32)
         self._grads = self.summed
         self.units = []
-        n_layers = 0
+        turn = itertools.cycle(in_turn)
         first = 0
         first_summed = 0
-        for n, (is_layer, parameters, offsets) in zip(lengths, plans):
-            if is_layer:
-                buffer = in_turn[n_layers % turns]
-                n_layers += 1
-            else:
-                buffer = new(n, matrix_dtype if parameters[0].decay else np.float32)
-            start = offsets[0]
-            n_own = n // share.world
-            own = share.rank * n_own
-            grads = buffer.grads[:n]
-            summed = grads[own : own + n_own]
-            if is_layer:
+        for r in ranges:
+            n = r.end - r.start
+            n_own = n // world
+            own = rank * n_own
+            if r.is_layer:
+                buffer = next(turn)
                 summed = self.summed[first_summed : first_summed + n_own]
                 first_summed += n_own
+            else:
+                buffer = new(n, matrix_dtype if r.parameters[0].decay else np.float32)
+                summed = buffer.grads[own : own + n_own]
             unit = Unit(
-                start=start,
-                end=start + n,
-                parameters=parameters,
-                is_layer=is_layer,
-                own_start=start + own,
-                own_end=start + own + n_own,
+                start=r.start,
+                end=r.end,
+                parameters=r.parameters,
+                is_layer=r.is_layer,
+                own_start=r.start + own,
+                own_end=r.start + own + n_own,
                 first=first,
                 buffer=buffer,
                 weights=buffer.weights[:n],
-                grads=grads,
+                grads=buffer.grads[:n],
                 master=self.master[first : first + n_own],
                 summed=summed,
-                gaps=_gaps(parameters, offsets, n),
+                gaps=_gaps(r),
                 version=self.version,
             )
             first += n_own
             self.units.append(unit)
-            self._make_views(unit, offsets)
+            self._make_views(unit, r.offsets)
         self.layers = [unit for unit in self.units if unit.is_layer]
         self.whole = [unit for unit in self.units if not unit.is_layer]
 
@@ -265,52 +258,52 @@ class ShardedArena(Arena):
             self.half_version = self.version.count
 
 
-def _plan(is_layer, parameters):
-    """Return a unit to be placed: (is it a layer?, its parameters, their offsets)."""
-    return is_layer, parameters, []
+@dataclass(frozen=True)
+class _Range:
+    """A range [start, end) of the arena, for one unit. offsets: of its parameters, in the arena."""
+
+    is_layer: bool
+    parameters: list[Any]
+    offsets: list[int]
+    start: int
+    end: int
 
 
-def _place(plans, start, world):
-    """Fill in the offsets of the parameters, the first of them at `start`. Return the end."""
-    for _, parameters, offsets in plans:
+def _ranges(groups, world):
+    """Return the range of each group of parameters, which `world` ranks can divide."""
+    multiple = arena_unit(world)
+    found = []
+    start = 0
+    for is_layer, parameters in groups:
         at = start
+        offsets = []
         for parameter in parameters:
             offsets.append(at)
-            at += _room(parameter)
-        start += _length(parameters, world)
-    return start
+            at += -(-math.prod(parameter.declared_shape) // ALIGN) * ALIGN
+        end = -(-at // multiple) * multiple
+        found.append(_Range(is_layer, parameters, offsets, start, end))
+        start = end
+    return found
 
 
-def _room(parameter):
-    return -(-math.prod(parameter.declared_shape) // ALIGN) * ALIGN
-
-
-def _length(parameters, world):
-    """Return the elements of a unit, which the ranks can divide."""
-    unit = arena_unit(world)
-    return -(-sum(map(_room, parameters)) // unit) * unit
-
-
-def _gaps(parameters, offsets, n):
-    """Return the ranges of a unit that no matrix covers."""
+def _gaps(r):
+    """Return the slices of a range that no matrix covers, counted from its start."""
     covered = [
-        (at - offsets[0], at - offsets[0] + math.prod(p.declared_shape))
-        for p, at in zip(parameters, offsets)
+        (at - r.start, at - r.start + math.prod(p.declared_shape))
+        for p, at in zip(r.parameters, r.offsets)
         if p.decay
     ]
     ends = [0, *(b for _, b in covered)]
-    starts = [*(a for a, _ in covered), n]
+    starts = [*(a for a, _ in covered), r.end - r.start]
     return [(a, b) for a, b in zip(ends, starts) if a < b]
 
 
-def groups_of_layers(
-    matrices: "list[Parameter]", layer_of: "dict[Parameter, int]"
-) -> "list[tuple[bool, list[Parameter]]]":
+def groups_of_layers(matrices: list[Any], layer_of: dict[Any, int]) -> list[tuple[bool, list[Any]]]:
     """Return the matrices in runs of one layer, or of none: (is it a layer?, its matrices).
 
     layer_of: the layer of each matrix that is in one.
     """
-    groups: list[tuple[bool, list[Parameter]]] = []
+    groups: list[tuple[bool, list[Any]]] = []
     last: Any = ()
     for p in matrices:
         layer = layer_of.get(p)

@@ -17,7 +17,9 @@ bits differ.
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import UserError
 from ..nn.autograd import Function, Tensor
+from ..nn.mode import current_mode
 from ..nn.model import Transformer
 from ..nn.sharded_arena import BUFFERS, Buffer, ShardedArena, Unit
 from ..nn.tensor import as_tuple
@@ -97,9 +99,18 @@ class Gathering:
         if i + 1 < len(self.layers):
             self.start(self.layers[i + 1])
         if not any(x.requires_grad for x in parts):
+            self.check_untrained(i)
             return compute(*parts)
         parts = as_tuple(Begin.apply(self, i, *parts))
         return as_tuple(End.apply(self, i, *compute(*parts)))
+
+    def check_untrained(self, i: int) -> None:
+        """Raise UserError if layer i has gradients, of which its input would not tell backward."""
+        if current_mode().on and any(p.requires_grad for p in self.layers[i].parameters):
+            raise UserError(
+                f"with --zero 3 a frozen embedding is not supported, because layer {i} is trained: "
+                "leave its requires_grad True, or use --zero 1"
+            )
 
     def begin_backward(self, i: int) -> None:
         """Prepare for the backward of layer i."""

@@ -62,8 +62,9 @@ class Zero3AdamW(ShardedAdamW):
 
     def advance(self) -> Any:
         """As AdamW.advance. The captured step of a CUDA graph changes weights without this class
-        noticing it."""
+        noticing it, and waits for no collective that was started before it."""
         hyper = super().advance()
+        self.collectives.join()
         self.gathering.forget()
         return hyper
 

@@ -384,7 +384,7 @@ def train(
         set_debug(config.debug)
         begin = start.decide(config, ranks, corpus is None, warn)
         c = begin.config
-        stack.enter_context(out_of_memory.explained(c, begin.model, begin.device))
+        stack.enter_context(out_of_memory.explained(c, begin.model, begin.device, ranks))
         if begin.device == "cpu":
             stack.enter_context(blas.use_threads(c.blas_threads))
         if corpus is None:
@@ -395,7 +395,7 @@ def train(
         shape = begin.shape_with(corpus)
         if is_own(make_run) and not c.change:  # the plan knows no other model
             out_of_memory.check_fits(c, shape, begin.device, ranks)
-        stack.enter_context(out_of_memory.explained(c, shape, begin.device))
+        stack.enter_context(out_of_memory.explained(c, shape, begin.device, ranks))
         # the model gets no name here: make_run may replace it, and the memory of the first must
         # then be freed
         run = make_run(c, make_model(begin, corpus, ranks.world), corpus, parallel)

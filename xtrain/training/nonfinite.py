@@ -17,6 +17,7 @@ import numpy as np
 
 from ..nn.model import Transformer
 from ..nn.observers import Op, observe_ops
+from ..nn.sharded_arena import ShardedArena
 
 # number of earlier losses that a new one is compared with: at most, at least
 SPIKE_WINDOW = 50
@@ -56,6 +57,10 @@ def spike(before: list[float], loss: float, limit: float) -> float | None:
 
 
 # ----------------------------------------------------------------------------- the first value that is not finite
+class _Found(Exception):
+    pass
+
+
 def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
     """Find the first array with NaN or infinity in a step -> its description, None if all are
     finite.
@@ -66,30 +71,33 @@ def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
     """
     model.arena.refresh()  # the bf16 copy, if there is one
     names = _names(model)
-    place: list[str] = []
+    # with ZeRO-3 the other ranks wait for this one's part of the step
+    to_the_end = isinstance(model.arena, ShardedArena)
+    places: list[str] = []
     for name, array in names.values():
         if found := count_nonfinite(array):
-            place.append(f"the weights {name}, before the step ({found})")
+            places.append(f"the weights {name}, before the step ({found})")
+    if places and not to_the_end:
+        return places[0]
 
     @contextlib.contextmanager
     def check(op: Op) -> Iterator[None]:
         yield
-        if place:  # the step goes on: other ranks may wait for this one's part of it
-            return
         # an op without a name is a layer: it returns results of its ops, which were checked
-        for array in op.outputs if op.name else ():
+        for array in op.outputs if op.name and not places else ():
             if found := count_nonfinite(array):
                 used = [names[id(x)][0] for x in op.inputs if id(x) in names]
                 weights = ""
                 if used:
                     weights = f" with {', '.join(used)}"
                 where = op.layer or "outside the layers"
-                place.append(f"{where}, {op.name}{weights}, {op.way} ({found})")
-                return
+                places.append(f"{where}, {op.name}{weights}, {op.way} ({found})")
+                if not to_the_end:
+                    raise _Found
 
-    with observe_ops(check):
+    with contextlib.suppress(_Found), observe_ops(check):
         step()
-    return place[0] if place else None
+    return places[0] if places else None
 
 
 def _names(model):

@@ -17,7 +17,7 @@ from ..machine import free_memory
 from ..nn.model import bf16_obstacle
 from . import memory_plan
 from .single_process import SINGLE_PROCESS, SingleProcess
-from .zero_plan import MOMENTS, zero3_kinds
+from .zero_plan import ARENA, MOMENTS, divided_kinds, zero1, zero3, zero3_kinds
 
 SHOWN_KINDS = 6  # lines of the plan in the message
 MARGIN = 1.1  # a run is refused if it needs so much more than there is: plans are not exact
@@ -31,7 +31,9 @@ class OutOfMemory(UserError):
 
 
 @contextlib.contextmanager
-def explained(config: Any, model: ModelConfig, device: str) -> Iterator[None]:
+def explained(
+    config: Any, model: ModelConfig, device: str, ranks: SingleProcess = SINGLE_PROCESS
+) -> Iterator[None]:
     """Turn an out-of-memory error inside into OutOfMemory. model: its shape, as far as it is
     known."""
     try:
@@ -44,7 +46,7 @@ def explained(config: Any, model: ModelConfig, device: str) -> Iterator[None]:
         del error
         gc.collect()
         try:
-            advice = explain(config, model, device)
+            advice = explain(config, model, device, ranks)
         except (MemoryError, ValueError):
             advice = [
                 "use a smaller --micro-batch, --seq-len or model; `python -m xtrain.profile "
@@ -105,8 +107,24 @@ def needed(
     options = getattr(c, "lora", 0), c.optimizer, c.ema, c.fp8_head, steps
     plan = memory_plan.plan(model, *shape, *options)
     if device == "gpu":
-        return Needed(plan.reserved + int(memory_plan.OUTSIDE), plan.kinds)
+        return _on_gpu(c, model, plan, ranks)
     return _on_cpu(c, model, plan.kinds, ranks)
+
+
+def _on_gpu(c: Any, model: ModelConfig, plan: Any, ranks: SingleProcess) -> Needed:
+    """Return what the plan for one GPU reserves, divided among the ranks as --zero says."""
+    reserved: float = plan.reserved
+    kinds = dict(plan.kinds)
+    if ranks.world > 1 and c.sharded and c.zero_stage == 3:
+        reserved = zero3(plan, model, c.precision, ranks.world)
+        for name in ARENA:
+            kinds.pop(name, None)
+        kinds |= zero3_kinds(plan.kinds, model, c.precision, ranks.world)
+    elif ranks.world > 1 and c.sharded:
+        reserved = zero1(plan, ranks.world)
+        for name in divided_kinds(plan):
+            kinds[name] //= ranks.world
+    return Needed(int(reserved + memory_plan.OUTSIDE), kinds)
 
 
 def _on_cpu(c: Any, model: ModelConfig, planned: dict[str, int], ranks: SingleProcess) -> Needed:

@@ -15,10 +15,16 @@ def zero1(plan: Plan, ranks: int) -> float:
     master weights among them (Rajbhandari et al. 2020, stage 1). In fp32 every rank keeps all
     weights, because the forward pass reads them.
     """
-    divided = sum(plan.kinds.get(kind, 0) for kind in MOMENTS)
-    if "bf16 copy of the weights" in plan.kinds:
-        divided += plan.kinds["weights"]
+    divided = sum(plan.kinds[kind] for kind in divided_kinds(plan))
     return plan.reserved - divided * (1 - 1 / ranks)
+
+
+def divided_kinds(plan: Plan) -> list[str]:
+    """Return the kinds of a plan that ZeRO-1 divides among the ranks."""
+    found = [kind for kind in MOMENTS if kind in plan.kinds]
+    if "bf16 copy of the weights" in plan.kinds:
+        found.append("weights")
+    return found
 
 
 def zero3(plan: Plan, config: ModelConfig, precision: str, ranks: int) -> float:

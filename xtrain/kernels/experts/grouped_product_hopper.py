@@ -11,11 +11,13 @@ boxes of the copies and the descriptors differ.
 A block is a producer thread, which streams both operands through a ring of stages in shared memory,
 and consumer warpgroups, each with 64 rows of the result in registers. Barriers and phases are those
 of flash_attention_hopper_parts.py. A launch starts as many blocks as the GPU holds at once; block b
-computes the tiles b, b + blocks, ... . The tiles of DW take as long as their expert has slots, so
-blocks are divided into groups, each for a whole expert at a time: the groups get the experts in turn,
-by size, 0 1 2, then 5 4 3, ... (Without this, with 2 groups, one had the even experts and the other
-the odd ones: 1.8 times as long for a routing that nothing balances.) A sum is one chain of instructions over K in groups of 16,
+computes the tiles b, b + blocks, ... . A sum is one chain of instructions over K in groups of 16,
 which has the bits of cuBLAS's products in batch-invariant mode.
+
+The tiles of DW take as long as their expert has slots, which a routing may divide very unevenly. So
+blocks form groups, each for the tiles of one expert at a time, and the groups take the experts by
+size in turn, 0 1 2, then 5 4 3, ... . In the order of the experts, one of two groups would get the
+even ones and the other the odd ones.
 
 Shared memory: barriers | STAGES of the left operand | STAGES of the right operand | results.
 """

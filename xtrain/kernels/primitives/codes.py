@@ -77,8 +77,9 @@ _NF4_LEVELS = np.array(
     ],
     np.float32,
 ).reshape(16)
-# The same as float32 numbers that are bf16 numbers, which changes them by less than 1/256: the lower half of the bits is rounded
-# to the nearest, ties to even. Without ml_dtypes: a browser imports this file and has no bf16 (lessons/browser/python).
+# The same as float32 numbers that are bf16 numbers, which changes them by less than 1/256: the lower
+# half of the bits is rounded to the nearest, ties to even. Without ml_dtypes: a browser imports this
+# file and has no bf16 (lessons/browser/python).
 _BITS = _NF4_LEVELS.view(np.uint32)
 NF4_LEVELS = ((_BITS + 0x7FFF + (_BITS >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
