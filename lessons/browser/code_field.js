@@ -1,7 +1,7 @@
 // A field for a few lines of Python: line numbers, colours, marked lines. No dependencies; it works on a phone.
 //
 //     const field = codeField(parent, "x = 1\n", {label: "kernel.py", run: () => ..., change: text => ...});
-//     field.value;  field.value = "x = 2\n";  field.mark({now: [1], bad: [2, 3]});  field.focus(2);
+//     field.value;  field.value = "x = 2\n";  field.mark({now: [1], bad: [2, 3]});
 //
 // A transparent <textarea> lies over the same text in colours, so that the browser's own editing, undo and keyboard work.
 // Enter keeps the indentation, Tab indents, Escape and then Tab leaves the field, Ctrl-Enter runs.
@@ -54,7 +54,6 @@ globalThis.codeField = (() => {
     });
     paint();
     return {
-      area,
       get value() { return area.value; },
       set value(other) { area.value = other; marks = {}; paint(); },
       // Mark lines, and scroll so far that they are in sight.
@@ -65,11 +64,6 @@ globalThis.codeField = (() => {
         if (!marked.length) return;
         const top = marked[0].offsetTop, end = marked[marked.length - 1].offsetTop + 22;
         if (top < box.scrollTop || end > box.scrollTop + box.clientHeight) box.scrollTop = (top + end - box.clientHeight) / 2;
-      },
-      // Put the cursor at the end of a line.
-      focus(line) {
-        const end = area.value.split("\n").slice(0, line).join("\n").length;
-        area.focus(); area.setSelectionRange(end, end);
       },
       // Replace a line, as if it were typed.
       write(line, piece) {

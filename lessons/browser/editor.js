@@ -40,7 +40,6 @@ export function editor(element, { text = "", onChange = () => {}, firstLine = 1,
   return {
     text: () => view.state.doc.toString(),
     set: (text) => view.dispatch({ changes: { from: 0, to: view.state.doc.length, insert: text } }),
-    focus: () => view.focus(),
     firstLine(n) {
       if (n === first) return;
       first = n;

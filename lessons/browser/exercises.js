@@ -3,7 +3,7 @@
 
 import { editor } from "./editor.js";
 import { start } from "./runtime.js";
-import { exported, firstLines, imported, joined, keep, note, passed, pieces } from "./storage.js";
+import { exported, firstLines, imported, joined, keep, note, opened, passed, pieces, replaced, watch } from "./storage.js";
 
 const lesson = JSON.parse(document.getElementById("lesson-exercises").textContent);
 const about = lesson.pieces;
@@ -183,12 +183,24 @@ function save() {
 
 async function load() {
   try {
-    const names = await imported(chooser.files);
-    if (!names.length) throw new Error("Choose my_lessons.zip, or files of the folder my_lessons: 01_threads.py, passed.txt.");
+    const found = await opened(chooser.files);
+    if (!Object.keys(found).length) throw new Error("Choose my_lessons.zip, or files of the folder my_lessons: 01_threads.py, passed.txt.");
+    const lost = replaced(found);
+    if (lost.length && !confirm(`Replace what you wrote here in ${lost.join(", ")}?`)) return;
+    imported(found);
     location.reload();
   } catch (error) {
     alert(error.message);
+  } finally {
+    chooser.value = ""; // the same file can be chosen again
   }
+}
+
+// Another tab has changed the file: show it here, too, so that this tab does not write its older text over it.
+function follow() {
+  texts.splice(0, texts.length, ...pieces(lesson.file, about));
+  for (const cell of cells) if (cell.editor.text().trimEnd() !== texts[cell.index]) cell.editor.set(texts[cell.index]);
+  numberLines();
 }
 
 function bar() {
@@ -210,5 +222,6 @@ document.querySelectorAll(".clipboard-copy-txt").forEach((text) => {
   if (piece && !piece.elsewhere) text.closest(".jp-Cell").hidden = true; // the button Check does this
 });
 document.querySelector("article h1, h1")?.after(bar());
+watch(lesson.file, follow, showProgress);
 numberLines();
 showProgress();

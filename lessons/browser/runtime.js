@@ -4,6 +4,28 @@
 //   const { ok, error, pages } = await runtime.run(code, { onOutput: (text) => ... });
 //   const { passed, text, page } = await runtime.check("1.1", fileText, { file: "01_threads" });
 //   runtime.stop();   // also an endless loop: the worker is ended, and another one loads
+//
+// start({ confined: true }) is for programs that others have written: they can send nothing to another site.
+
+const WORKER = new URL("./worker.js", import.meta.url);
+// What the page, and a worker that is made from its text, may do from the first confined start on. Another worker from an address
+// of this site would not inherit it, so there is none.
+const POLICY = "connect-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; worker-src blob:";
+
+function confinedWorker() {
+  if (!document.querySelector("meta[http-equiv=Content-Security-Policy]")) {
+    const meta = document.createElement("meta");
+    meta.httpEquiv = "Content-Security-Policy";
+    meta.content = POLICY;
+    document.head.append(meta);
+  }
+  // A static import would count as a worker from an address of this site.
+  const text = `import(${JSON.stringify(WORKER.href)}).catch((error) => postMessage({ failed: error.message }));`;
+  const address = URL.createObjectURL(new Blob([text], { type: "text/javascript" }));
+  const worker = new Worker(address, { type: "module" });
+  setTimeout(() => URL.revokeObjectURL(address), 60_000); // when the worker has read it
+  return worker;
+}
 
 class Runtime {
   #worker;
@@ -12,10 +34,11 @@ class Runtime {
   #waiting = new Map(); // id of a request -> {resolve, reject, onOutput}
   #number = 0;
   #onProgress;
-  seconds = 0; // that the last load took
+  #confined;
 
-  constructor(onProgress) {
+  constructor(onProgress, confined) {
     this.#onProgress = onProgress;
+    this.#confined = confined;
     this.#start();
   }
 
@@ -24,23 +47,25 @@ class Runtime {
   }
 
   #start() {
-    this.#worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
+    const worker = this.#confined ? confinedWorker() : new Worker(WORKER, { type: "module" });
+    this.#worker = worker;
     this.#ready = new Promise((resolve, reject) => {
       this.#settle = resolve;
-      this.#worker.onmessage = ({ data }) => {
+      worker.onmessage = ({ data }) => {
         if (data.progress) this.#onProgress(data.progress);
         else if (data.failed) reject(new Error(`Python could not be loaded: ${data.failed}`));
-        else if (data.ready) {
-          this.seconds = data.ready;
-          resolve(this);
-        } else this.#answer(data);
+        else if (data.ready) resolve(this);
+        else this.#answer(data);
       };
-      this.#worker.onerror = (event) => {
+      worker.onerror = (event) => {
         event.preventDefault();
         reject(new Error(`Python could not be loaded: ${event.message || "worker.js is missing"}`));
       };
     });
-    this.#ready.catch(() => {}); // each await of it raises the error
+    this.#ready.catch(() => { // each await of it raises the error
+      worker.terminate();
+      if (runtime === this) runtime = undefined;
+    });
   }
 
   #answer({ id, output, result }) {
@@ -49,6 +74,7 @@ class Runtime {
     if (output !== undefined) return request.onOutput(output);
     this.#waiting.delete(id);
     request.resolve({ ...result, stopped: false });
+    if (result.broken) this.stop();
   }
 
   async #ask(message, onOutput = () => {}) {
@@ -85,12 +111,9 @@ class Runtime {
 let runtime; // one for a page
 const listeners = new Set();
 
-// Load Python, or return the runtime that the page has. A later call tries again what has failed.
-export function start({ onProgress = () => {} } = {}) {
+// Load Python, or return the runtime that the page has. A later call tries again what has failed, also after a stop.
+export function start({ onProgress = () => {}, confined = false } = {}) {
   listeners.add(onProgress);
-  if (!runtime) {
-    runtime = new Runtime((progress) => listeners.forEach((listener) => listener(progress)));
-    runtime.ready.catch(() => (runtime = undefined));
-  }
+  runtime ??= new Runtime((progress) => listeners.forEach((listener) => listener(progress)), confined);
   return runtime.ready;
 }

@@ -15,6 +15,7 @@ class Stage {
     this.file = root.dataset.file;
     this.runButton = root.querySelector("[data-do=run]");
     this.running = false;
+    this.confined = root.dataset.confined !== undefined;  // programs may come from others
     const place = root.querySelector(".stage-code-place");
     this.field = codeField(place, place.querySelector("pre").textContent.trimEnd(), {
       label: this.file, run: () => this.run(), change: text => this.changed(text),
@@ -106,7 +107,7 @@ class Stage {
     this.button("Loading", true);
     try {
       const tell = text => { if (this.turn === turn) this.say("busy", text); };
-      const result = await runProgram(this.field.value, this.file, tell, () => this.button("Stop"));
+      const result = await runProgram(this.field.value, this.file, this.confined, tell, () => this.button("Stop"));
       if (this.turn !== turn) return;
       this.frame.dataset.stepper = "embedded";  // a reader's own run begins where its error shows
       this.button("Run");
@@ -131,12 +132,12 @@ let runtime = null, listener = () => {};
 const LOADING = "Loading Python, once:";
 
 // tell: called with what Python is doing. begins: called when the program starts.
-async function runProgram(source, file, tell, begins) {
+async function runProgram(source, file, confined, tell, begins) {
   if (location.protocol === "file:") throw new Error("A page that was opened from a file cannot load Python: open the site with `mkdocs serve`.");
   tell(`${LOADING} …`);
   const {start} = await import("./runtime.js"), first = !runtime;
   listener = ({text, seconds}) => tell(`${LOADING} ${text} … ${Math.round(seconds)} s`);
-  runtime = await start(first ? {onProgress: progress => listener(progress)} : {});
+  runtime = await start(first ? {confined, onProgress: progress => listener(progress)} : {confined});
   listener = () => {};  // after a stop Python loads again, unasked
   tell("Running …");
   begins();

@@ -73,10 +73,20 @@ export function cut(text, about) {
 export function pieces(name, about) {
   const kept = read(FILE + name, null);
   if (typeof kept === "string") return cut(kept, about);
-  return kept?.length === about.length ? kept : about.map(({ text }) => text);
+  if (!Array.isArray(kept)) return about.map(({ text }) => text);
+  if (kept.length === about.length) return kept;
+  return cut(joined(kept), about).map((piece, i) => piece || about[i].text); // the lesson has other exercises than it had
 }
 
 export const keep = (name, pieces) => write(FILE + name, pieces);
+
+// Call a function when another tab has kept this file, and one when it has kept what has passed.
+export function watch(name, fileChanged, passedChanged) {
+  addEventListener("storage", ({ key }) => {
+    if (key === PASSED) passedChanged();
+    else if (key === FILE + name || key === null) fileChanged();
+  });
+}
 
 // ------------------------------------------------------------------ my_lessons/ as a zip archive, and back
 
@@ -95,21 +105,37 @@ export function exported() {
   return new Blob([zip(named)], { type: "application/zip" });
 }
 
-// Keep the reader's files: .py, passed.txt, or a zip archive with them. Returns their names.
-export async function imported(list) {
-  const names = [];
+// The texts of the reader's files by name: of .py, passed.txt, or a zip archive with them. Nothing is kept yet.
+export async function opened(list) {
+  const found = {};
   for (const file of list) {
     const bytes = new Uint8Array(await file.arrayBuffer());
-    const found = /\.zip$/i.test(file.name) ? await unzip(bytes) : [[file.name, decode(bytes)]];
-    for (const [path, text] of found) {
+    const texts = /\.zip$/i.test(file.name) ? await unzip(bytes) : [[file.name, decode(bytes)]];
+    for (const [path, text] of texts) {
       const name = path.split("/").pop();
-      if (/^\d\d_\w+\.py$/.test(name)) write(FILE + name.slice(0, -3), text.replace(/\r\n/g, "\n"));
-      else if (name === "passed.txt") write(PASSED, inOrder(new Set([...passed(), ...(text.match(/^\d+\.\d+$/gm) ?? [])])));
-      else continue;
-      names.push(name);
+      if (/^\d\d_\w+\.py$/.test(name) || name === "passed.txt") found[name] = text.replace(/\r\n/g, "\n");
     }
   }
-  return names;
+  return found;
+}
+
+// The names of those that would replace another text.
+export function replaced(texts) {
+  const mine = files();
+  return Object.keys(texts).filter((name) => name in mine && name !== "passed.txt" && mine[name] !== texts[name]);
+}
+
+// Keep them all, or none: raises an error if the storage is full. What has passed is added to what has passed here.
+export function imported(texts) {
+  const before = Object.entries(localStorage).filter(([key]) => key.startsWith("xtrain/"));
+  const kept = Object.entries(texts).every(([name, text]) => {
+    if (name !== "passed.txt") return write(FILE + name.slice(0, -3), text);
+    return write(PASSED, inOrder(new Set([...passed(), ...(text.match(/^\d+\.\d+$/gm) ?? [])])));
+  });
+  if (kept) return;
+  for (const name of Object.keys(texts)) localStorage.removeItem(name === "passed.txt" ? PASSED : FILE + name.slice(0, -3));
+  for (const [key, value] of before) localStorage.setItem(key, value);
+  throw new Error("Nothing was opened: this browser's storage is full or closed.");
 }
 
 const encode = (text) => new TextEncoder().encode(text);
@@ -168,14 +194,22 @@ function concatenated(parts) {
   return whole;
 }
 
-// [[name, text]] of a zip archive, also of a compressed one.
+// [[name, text]] of a zip archive, also of a compressed one. Raises an error if a file in it is damaged.
 export async function unzip(bytes) {
+  try {
+    return await entries(bytes);
+  } catch {
+    throw new Error("This is not a zip archive, or it is damaged: save it again, or choose the files in it.");
+  }
+}
+
+async function entries(bytes) {
   const view = new DataView(bytes.buffer, bytes.byteOffset);
   const two = (at) => view.getUint16(at, true);
   const four = (at) => view.getUint32(at, true);
   let end = bytes.length - 22;
   while (end >= 0 && four(end) !== 0x06054b50) end -= 1;
-  if (end < 0) throw new Error("this is not a zip archive");
+  if (end < 0) throw new Error("no end of a directory");
   const found = [];
   let at = four(end + 16);
   for (let i = 0; i < two(end + 10); i++) {
@@ -184,7 +218,9 @@ export async function unzip(bytes) {
     const local = four(at + 42);
     const begin = local + 30 + two(local + 26) + two(local + 28);
     const data = bytes.subarray(begin, begin + four(at + 20));
-    if (!name.endsWith("/")) found.push([name, decode(two(at + 10) ? await inflated(data) : data)]);
+    const content = two(at + 10) ? await inflated(data) : data;
+    if (crc32(content) !== four(at + 16)) throw new Error(`${name} has another checksum`);
+    if (!name.endsWith("/")) found.push([name, decode(content)]);
     at += 46 + length + two(at + 30) + two(at + 32);
   }
   return found;

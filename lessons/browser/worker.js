@@ -1,6 +1,6 @@
 // A Web Worker with Python: it loads Pyodide, NumPy, xtrain and the judges, and runs what runtime.js asks for.
 // Messages to it: {id, run: [code, file, options]} and {id, check: [number, text, file, seed]}.
-// Messages from it: {progress}, {ready: seconds}, {failed}, {id, output}, {id, result}.
+// Messages from it: {progress}, {ready}, {failed}, {id, output}, {id, result}.
 
 import { loadPyodide } from "./pyodide/pyodide.mjs";
 
@@ -50,7 +50,7 @@ async function load() {
   python.unpackArchive(await archives[1], "zip", { extractDir: SITE_PACKAGES });
   progress(3, "starting");
   const module = python.pyimport("in_browser");
-  postMessage({ ready: seconds() });
+  postMessage({ ready: true });
   return module;
 }
 
@@ -66,7 +66,8 @@ self.onmessage = async ({ data }) => {
     result = JSON.parse(data.run ? python.run(...data.run) : python.check(...data.check));
   } catch (error) {
     const text = String(error.message || error); // of Pyodide: it is out of memory, or the judge fails
-    result = { ok: false, passed: false, error: text, text, pages: [], page: "", seconds: 0 };
+    const broken = error.name !== "PythonError"; // nothing runs in it any more
+    result = { ok: false, passed: false, error: text, text, pages: [], page: "", seconds: 0, broken };
   }
   sendOutput();
   postMessage({ id: data.id, result });

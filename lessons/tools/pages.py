@@ -91,13 +91,18 @@ def result(name: str) -> dict[str, str]:
 
 
 def stage(name: str, said: str, first: bool, buttons: str, after: str = "") -> str:
-    """The HTML of a kernel next to its steps (browser/stage.js)."""
+    """The HTML of a kernel next to its steps (browser/stage.js).
+
+    first: it is the one of the first page, which begins at its first step. The playground's programs may come from others with
+    a link, so they run confined (browser/runtime.js).
+    """
     source = (PROGRAMS / name).read_text(encoding="utf-8")
     found = result(name)
     page = found.pop("page")
     code = highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
     mode = "first" if first else "embedded"
-    return f"""<div class="stage" data-file="{name}">
+    confined = "" if first else "data-confined"
+    return f"""<div class="stage" data-file="{name}" {confined}>
 <div class="stage-code">
 <div class="stage-bar"><span class="stage-file">{name}</span>{buttons}</div>
 <div class="stage-code-place"><pre>{code}</pre></div>
@@ -141,7 +146,7 @@ def first_page(content: str) -> str:
     )
     after = """<p class="stage-after" hidden><a class="start" href="01_threads.html">Start lesson 1</a>
 <a href="playground.html">Ten more kernels</a></p>"""
-    race = stage(FIRST, "64 threads. One line is missing. Step.", True, buttons, after)
+    race = stage(FIRST, "64 threads, and one line is missing. Press step.", True, buttons, after)
     place = soup.find(id="race")
     place.replace_with(bs4.BeautifulSoup(race, "html.parser"))
     lead = soup.find("h1").find_next("p")

@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -151,18 +152,58 @@ def attempts():
         yield exercise, path.stem, f"{head}def {exercise.name}({body.replace(old, new, 1)}"
 
 
-@only_slow  # Pyodide starts, and two processes judge twenty attempts
-def test_the_verdicts_are_those_of_the_command_line(folder, tmp_path):
+def verdicts_in_pyodide(given, folder, tmp_path):
+    """What in_browser.check says of each (exercise, name of the file, its text)."""
     if shutil.which("node") is None:
         pytest.skip("needs Node.js")  # runs Pyodide without a browser
-    judges = lesson.load_checks("api")
-    given = list(attempts())
     cases = tmp_path / "cases.json"
     cases.write_text(json.dumps([(e.number, text, stem, 1) for e, stem, text in given]))
     program = ROOT / "tests/helpers/verdicts.mjs"
     done = subprocess.run(["node", program, folder, cases], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    verdicts = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_every_judge_can_be_imported_without_ml_dtypes():
+    """With the stand-ins of the browser: a constant in bf16, made at import, would end all exercises of a lesson."""
+    judges = lesson.load_checks("api")
+    numbers = {e.number for path in LESSONS for e in judges._exercises_of(path.stem[:2])}
+    lessons = {int(number.split(".")[0]) for number in numbers - set(hook.ELSEWHERE)}
+    names = [f"lesson_{number:02d}" for number in sorted(lessons)]
+    assert len(names) > 40
+    script = f"""
+import sys
+sys.path.insert(0, {str(hook.SOURCE / "python")!r})
+import ml_dtypes
+assert isinstance(ml_dtypes.bfloat16, type) and "browser" in ml_dtypes.__file__
+from xtrain import lesson
+for name in {names}:
+    lesson.load_checks(name)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@only_slow  # Pyodide judges all exercises that the pages say it can
+def test_every_exercise_that_runs_in_the_browser_can_be_passed(folder, tmp_path):
+    judges = lesson.load_checks("api")
+    given = []
+    for path in LESSONS:
+        text = path.read_text(encoding="utf-8")
+        right = judges.tagged(text, "imports", "exercise", "solution")
+        for exercise in judges._exercises_of(path.stem[:2]):
+            if exercise.number not in hook.ELSEWHERE:
+                given.append((exercise, path.stem, right))
+    assert len(given) > 130
+    verdicts = verdicts_in_pyodide(given, folder, tmp_path)
+    assert not [verdict["text"] for verdict in verdicts if not verdict["passed"]]
+
+
+@only_slow  # Pyodide starts, and two processes judge twenty attempts
+def test_the_verdicts_are_those_of_the_command_line(folder, tmp_path):
+    judges = lesson.load_checks("api")
+    given = list(attempts())
+    verdicts = verdicts_in_pyodide(given, folder, tmp_path)
     for i, ((e, stem, text), verdict) in enumerate(zip(given, verdicts, strict=True)):
         file = Path(f"/my_lessons/{stem}.py")
         imports = judges.tagged(judges.lesson_file(stem[:2]).read_text(encoding="utf-8"), "imports")
@@ -191,10 +232,18 @@ RIGHT = RACE.replace("        tile[t] = tile[m - 1 - t]\n", "").replace("= tile[
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Pages that may load from this server only, also in their workers."""
+    """Pages that may load from this server only, also in their workers. missing: a path that it does not have now."""
+
+    missing = ""
+
+    def do_GET(self):
+        if self.path == self.missing:
+            return self.send_error(503)
+        return super().do_GET()
 
     def end_headers(self):
         self.send_header("Content-Security-Policy", POLICY)
+        self.send_header("Cache-Control", "no-store")
         super().end_headers()
 
     def log_message(self, *arguments): ...
@@ -318,10 +367,95 @@ def test_files_go_to_the_command_line_and_back(address, browser, tmp_path):
         archive.write(file, "my_lessons/01_threads.py")
         archive.writestr("my_lessons/passed.txt", "1.1\n3.2\n")
     numbers = json.dumps(list(buffer.getvalue()))
-    browser.evaluate(f"import('./browser/storage.js').then(s => s.imported([new File([new Uint8Array({numbers})], 'a.zip')]))")  # fmt: skip
+    opened = f"s.opened([new File([new Uint8Array({numbers})], 'a.zip')])"
+    script = f"import('./browser/storage.js').then(async s => {{ const found = await {opened}; const lost = s.replaced(found); s.imported(found); return lost }})"
+    assert browser.evaluate(script) == ["01_threads.py"]  # a text that would be lost: the page asks
+    assert browser.evaluate(script) == []
     page.open()
     assert browser.evaluate("document.querySelector('.count').textContent").startswith("2 of 3")
     browser.wait(f"{page.of(0, '.cm-content')}.textContent.includes('pass  # mine: é')")
     joined = "import('./browser/storage.js').then(s => s.exported().text())"
     assert file.read_text(encoding="utf-8") in browser.evaluate(joined)
     assert not browser.complaints
+
+
+def test_a_damaged_archive_changes_nothing(address, browser):
+    page = Page(browser, address)
+    page.write(2, RIGHT)
+    script = """import('./browser/storage.js').then(async s => {
+        const bytes = new Uint8Array(await s.exported().arrayBuffer()), found = [];
+        const damaged = [new Uint8Array(3), new Uint8Array(99), bytes.slice(0, 60), bytes.slice(90), bytes.map((b, i) => i == 99 ? b ^ 1 : b)];
+        for (const each of damaged) found.push(await s.opened([new File([each], 'a.zip')]).then(() => 'read', e => e.message));
+        return [...found, Object.keys(await s.opened([new File([bytes], 'a.zip')])).length];
+    })"""
+    *messages, files = browser.evaluate(script)
+    assert files == 2 and len(messages) == 5
+    assert all("not a zip archive, or it is damaged" in message for message in messages), messages
+
+
+def test_an_archive_for_which_there_is_no_room_changes_nothing(address, browser):
+    page = Page(browser, address)
+    page.write(2, RIGHT)
+    script = """import('./browser/storage.js').then(s => {
+        const before = JSON.stringify(localStorage);
+        const texts = {'passed.txt': '1.1\\n', '01_threads.py': 'x = 1', '02_memory.py': 'x'.repeat(6e6)};
+        try { s.imported(texts) } catch (error) { return [error.message, JSON.stringify(localStorage) == before] }
+    })"""
+    message, same = browser.evaluate(script)
+    assert "storage is full" in message and same
+
+
+def test_another_tab_of_the_lesson_is_followed(address, browser):
+    """A frame of the same page is another tab: what is written in one must not be lost when the other is written in."""
+    page = Page(browser, address)
+    page.write(0, "mine = 1")
+    browser.evaluate(
+        "document.body.append(Object.assign(document.createElement('iframe'), {src: 'page.html', style: 'width: 900px'}))"
+    )
+    inner = "document.querySelector('iframe').contentDocument.querySelectorAll('.cm-content')"
+    browser.wait(f"document.querySelector('iframe').contentDocument && {inner}.length == 3")
+    page.write(1, "mine = 2")
+    browser.wait(f"{inner}[1].textContent == 'mine = 2'")
+    assert browser.evaluate(f"{inner}[0].textContent") == "mine = 1"
+    browser.evaluate("document.querySelector('iframe').contentWindow.eval(\"import('./browser/storage.js').then(s => s.note('1.2', true))\")")  # fmt: skip
+    browser.wait("document.querySelector('.count').textContent.startsWith('1 of 3')")
+    assert page.text(1, ".cm-content") == "mine = 2"
+    assert not browser.complaints
+
+
+def test_a_lesson_that_has_another_exercise_keeps_the_attempts(address, browser):
+    page = Page(browser, address)
+    page.write(2, RIGHT)
+    kept = "JSON.parse(localStorage['xtrain/file/01_threads'])"
+    browser.evaluate(
+        f"localStorage['xtrain/file/01_threads'] = JSON.stringify({kept}.toSpliced(1, 1))"
+    )
+    page.open()
+    assert "tile[m - 1 - t]" in page.text(2, ".cm-content")
+    assert "# YOUR CODE" in page.text(0, ".cm-content")
+
+
+@only_slow  # Pyodide starts twice
+def test_a_load_that_failed_is_tried_again(address, browser, monkeypatch):
+    """Also the one after a stop."""
+    page = Page(browser, address)
+    block = lambda path: monkeypatch.setattr(Handler, "missing", path)
+    page.write(0, "print(6 * 7)")
+    block("/browser/numpy.zip")
+    page.press(0, "Run")
+    assert "numpy.zip: 503" in page.output(0)
+    block("")
+    page.press(0, "Run")
+    assert page.output(0) == "42\n"
+
+    page.write(0, "while True: pass")
+    page.press(0, "Run")
+    browser.wait(f"{page.of(0, '.status')}.textContent.startsWith('Running')")
+    block("/browser/numpy.zip")
+    page.press(0, "Stop")
+    page.write(0, "print(6 * 7)")
+    page.press(0, "Run")
+    assert "numpy.zip: 503" in page.output(0)
+    block("")
+    page.press(0, "Run")
+    assert page.output(0) == "42\n"

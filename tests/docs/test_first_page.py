@@ -1,10 +1,13 @@
 """The first page, the playground and the figures with sliders, as a reader uses them: in headless Chromium, with Python in it."""
 
+import http.server
 import json
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+from checks import only_slow
 from small_site import ROOT, build, hook, served
 
 pytest.importorskip("mkdocs")
@@ -221,6 +224,11 @@ def test_an_example_races_and_says_what_the_build_has_said(reader):
     time.sleep(0.3)
     assert browser.evaluate("window.hacked") is None
 
+    replace_all(browser, "import os\nos._exit(1)")  # Python is gone, and starts again
+    reader.click("[data-do=run]")
+    assert "exit" in reader.ran().lower()
+    assert browser.evaluate(STATE) == "bad"
+
     replace_all(browser, "while True:\n    pass")
     reader.click("[data-do=run]")
     browser.wait(f"{SAID} == 'Running …'", LOAD)
@@ -234,6 +242,52 @@ def test_an_example_races_and_says_what_the_build_has_said(reader):
     assert "no race" in reader.ran()
     assert browser.evaluate(out) == "42\n"
     assert reader.complaints() == []
+
+
+SENDS = '''import js
+from pyodide.code import run_js
+other = "ADDRESS"
+run_js(f"fetch('{other}fetch', {{mode: 'no-cors'}}).catch(() => 0)")
+run_js(f"import('{other}module.js').catch(() => 0)")
+run_js(f"try {{ new WebSocket('{other}socket'.replace('http', 'ws')) }} catch {{}}")
+run_js("""
+try { new Worker(URL.createObjectURL(new Blob(["fetch('OTHERnested', {mode: 'no-cors'})"]))) } catch {}
+""".replace("OTHER", other))
+run = [f"import js; js.fetch('{other}of_the_site')", "a.py", "{}"]
+own = "SITEbrowser/worker.js"
+run_js("""
+(own, run) => { try { new Worker(own, {type: "module"}).postMessage({id: 1, run: run.toJs()}) } catch {} }
+""")(own, run)
+print(js.location.protocol)
+'''
+
+
+@only_slow  # Pyodide starts, and time passes
+def test_a_program_of_the_playground_sends_nothing_to_another_site(reader):
+    """It may have come with a link. Five ways to do it, one by a worker of this site without the page's policy."""
+    browser = reader.browser
+    asked = []
+
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_): ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        program = SENDS.replace("ADDRESS", f"http://127.0.0.1:{other.server_port}/")
+        program = program.replace("SITE", reader.site.address)
+        reader.open("playground.html")
+        replace_all(browser, program)
+        reader.click("[data-do=run]")
+        assert "no race" in reader.ran()
+        assert browser.evaluate("document.querySelector('.stage-out').textContent") == "blob:\n"
+        time.sleep(15)  # the last way loads Python once more
+        other.shutdown()
+    assert asked == []
 
 
 def test_a_link_holds_the_program(reader):

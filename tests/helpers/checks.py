@@ -5,6 +5,7 @@ Without a GPU a kernel runs in xtrain.simulator, on tiny arrays; with a GPU on t
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -19,6 +20,7 @@ import pytest
 import xtrain.kernels
 from xtrain import device, simulator
 from xtrain.kernels.runtime import launch as _launch
+from xtrain.simulator import KernelError
 from xtrain.simulator.source import _translated
 
 GPU = device.gpu_available()
@@ -205,6 +207,21 @@ def with_planted_bug(modules, name: str, old: str, new: str):
             yield
         finally:
             forget()
+
+
+@functools.cache
+def _run_once(check):
+    check()
+
+
+def assert_bug_is_found(check, modules, name: str, old: str, new: str):
+    """Fail unless `check`, a function of a module, passes, and with a bug does not: by the simulator, or by wrong numbers.
+
+    Without a bug it runs once for all bugs. The rest: with_planted_bug.
+    """
+    _run_once(check)
+    with with_planted_bug(modules, name, old, new), pytest.raises((KernelError, AssertionError)):
+        check()
 
 
 def source_of(file: str) -> str:

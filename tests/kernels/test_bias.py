@@ -7,13 +7,13 @@ import torch
 from checks import (
     GPU,
     assert_as_good,
+    assert_bug_is_found,
     assert_directional,
     normal,
     planted_bugs,
     sentinels,
     to_host,
     to_kernel,
-    with_planted_bug,
 )
 
 from xtrain.kernels import bias
@@ -21,7 +21,6 @@ from xtrain.kernels.bias import bias_bwd, bias_bwd_ref, fill_rows, fill_rows_ref
 from xtrain.kernels.gemm import linear_fwd
 from xtrain.kernels.primitives import column_sums
 from xtrain.kernels.runtime.launch import empty
-from xtrain.simulator import KernelError
 
 BF16 = ml_dtypes.bfloat16
 # One column; odd; whole chunks; more columns than a block; more rows than a block reads at a time, and than it has in flight.
@@ -128,22 +127,14 @@ def test_no_rows_and_bad_input():
     ],
 )  # fmt: skip
 def test_planted_bugs_are_found(module, name, old, new):
-    """By the simulator, or by wrong numbers."""
+    assert_bug_is_found(check_both, [module, bias, column_sums], name, old, new)
 
-    def run():
-        b, dy = to_kernel(normal(1, 37)), to_kernel(normal(2, 150, 37).astype(BF16))
-        y, db = empty(b, (4, 37)), to_kernel(np.zeros(37, np.float32))
-        fill_rows(y, b)
-        bias_bwd(dy, db)
-        exact = bias_bwd_ref(to_host(dy).astype(np.float64))
-        return np.array_equal(to_host(y), np.tile(to_host(b), (4, 1))) and np.allclose(
-            to_host(db), exact, atol=1e-4
-        )
 
-    assert run()
-    with with_planted_bug([module, bias, column_sums], name, old, new):
-        try:
-            found = not run()
-        except KernelError:
-            found = True
-    assert found
+def check_both():
+    b, dy = to_kernel(normal(1, 37)), to_kernel(normal(2, 150, 37).astype(BF16))
+    y, db = empty(b, (4, 37)), to_kernel(np.zeros(37, np.float32))
+    fill_rows(y, b)
+    bias_bwd(dy, db)
+    exact = bias_bwd_ref(to_host(dy).astype(np.float64))
+    assert np.array_equal(to_host(y), np.tile(to_host(b), (4, 1)))
+    assert np.allclose(to_host(db), exact, atol=1e-4)

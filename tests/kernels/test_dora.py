@@ -7,13 +7,13 @@ import torch
 from checks import (
     GPU,
     assert_as_good,
+    assert_bug_is_found,
     assert_directional,
     normal,
     planted_bugs,
     sentinels,
     to_host,
     to_kernel,
-    with_planted_bug,
 )
 
 from xtrain.kernels import dora
@@ -25,7 +25,6 @@ from xtrain.kernels.dora import (
     scale_columns_bwd_ref,
     scale_columns_ref,
 )
-from xtrain.simulator import KernelError
 
 BF16 = ml_dtypes.bfloat16
 SHAPES = [(1, 1), (3, 37), (5, 64), (2, 2056), (70, 17)]
@@ -131,26 +130,19 @@ def test_no_rows_and_bad_input():
     ],
 )  # fmt: skip
 def test_planted_bugs_are_found(name, old, new):
-    """By the simulator, or by wrong numbers."""
+    assert_bug_is_found(check_all_kernels, [dora], name, old, new)
 
-    def run():
-        _, _, _, arguments = norms(37, 3)
-        z = normal(1, 4, 37)
-        m = normal(2, 37)
-        dm = np.zeros(37, np.float32)
-        c, dm_kernel = to_kernel(dm.copy()), to_kernel(dm.copy())
-        dora.inverse_norms(c, *map(to_kernel, arguments), 1.7)
-        c_here = inverse_norms_ref(*arguments, np.float32(1.7))
-        y = dora.scale_columns(to_kernel(z), to_kernel(m), c)
-        dz = dora.scale_columns_bwd(to_kernel(z), to_kernel(z), to_kernel(m), c, dm_kernel)
-        dz_here, dm_here = scale_columns_bwd_ref(z, z, m, c_here)
-        pairs = [(y, scale_columns_ref(z, m, c_here)), (dz, dz_here), (dm_kernel, dm_here)]
-        return all(np.allclose(to_host(a), b, rtol=1e-3, atol=1e-4) for a, b in pairs)
 
-    assert run()
-    with with_planted_bug([dora], name, old, new):
-        try:
-            found = not run()
-        except KernelError:
-            found = True
-    assert found
+def check_all_kernels():
+    _, _, _, arguments = norms(37, 3)
+    z = normal(1, 4, 37)
+    m = normal(2, 37)
+    dm = np.zeros(37, np.float32)
+    c, dm_kernel = to_kernel(dm.copy()), to_kernel(dm.copy())
+    dora.inverse_norms(c, *map(to_kernel, arguments), 1.7)
+    c_here = inverse_norms_ref(*arguments, np.float32(1.7))
+    y = dora.scale_columns(to_kernel(z), to_kernel(m), c)
+    dz = dora.scale_columns_bwd(to_kernel(z), to_kernel(z), to_kernel(m), c, dm_kernel)
+    dz_here, dm_here = scale_columns_bwd_ref(z, z, m, c_here)
+    for a, b in ((y, scale_columns_ref(z, m, c_here)), (dz, dz_here), (dm_kernel, dm_here)):
+        assert np.allclose(to_host(a), b, rtol=1e-3, atol=1e-4)

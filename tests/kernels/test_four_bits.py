@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from checks import to_host, to_kernel
+from checks import to_host, to_kernel, with_planted_bug
 from test_quantize import rows
 
 from xtrain.kernels import four_bits
@@ -63,6 +63,30 @@ def test_weights_on_a_grid_keep_it(dtype):
     kernel = quantize(to_kernel(w), "int4")
     assert np.array_equal(to_host(kernel.codes_OK), coded.codes_OK)
     assert np.array_equal(to_host(kernel.groups_CO), coded.groups_CO)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("for n in range(14, 7, -1)", "for n in range(14, 8, -1)"),
+        ("limit / float32(GRID)", "limit"),
+        ("found = step", "pass"),
+    ],
+)
+def test_planted_bugs_of_grids_are_found(old, new):
+    w, step = (x[[0, 6], :128] for x in on_grids())
+    w[1] += 0.12 * step[1] * np.where(np.isin(np.arange(128), (3, 4)), 0, 1)  # not near enough
+
+    def run():
+        kernel, reference = quantize(to_kernel(w), "int4"), quantize(w, "int4")
+        assert np.array_equal(to_host(kernel.codes_OK), reference.codes_OK)
+
+    run()
+    with (
+        with_planted_bug([four_bits], "make_quantize_four_kernel", old, new),
+        pytest.raises(AssertionError),
+    ):
+        run()
 
 
 def test_other_weights_have_15_steps():

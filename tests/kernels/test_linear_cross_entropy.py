@@ -64,26 +64,29 @@ def test_chunks_against_all_rows_at_once(size, rows):
 
 
 def test_a_bf16_gradient_is_rounded_after_each_chunk():
-    """Of float32 it is the sum of the chunks; the other results are the same."""
+    """It is the sum of the chunks in float32, but for roundings. The other results are the same.
+
+    A product by cuBLAS may round once more, before it adds.
+    """
     x, w, targets, inv = case(150, 8, 37, 40, BF16)
     for to in (np.array, to_kernel):
-        results = {}
+        results = []
         for dtype in (None, BF16):
             arguments = (*map(to, (x, w, targets)), 37, to(inv))
-            results[dtype] = linear_cross_entropy(*arguments, rows=64, dw_dtype=dtype)
-        assert all(
-            np.array_equal(to_host(a), to_host(b))
-            for a, b in zip(*(r[:2] for r in results.values()))
-        )
-        total = np.zeros(w.shape, np.float32)
+            found = linear_cross_entropy(*arguments, rows=64, dw_dtype=dtype)
+            results.append([to_host(a) for a in found])
+        (loss, dx, dw), (loss_2, dx_2, dw_2) = results
+        assert np.array_equal(loss, loss_2) and np.array_equal(dx, dx_2)
+        assert dw.dtype == np.float32 and dw_2.dtype == BF16
+        assert not np.array_equal(dw_2, dw.astype(BF16))
+        size = np.zeros(w.shape, np.float32)  # of the terms
         for n in range(0, 150, 64):
             part = slice(n, n + 64)
             arguments = (to(x[part]), to(w), to(targets[part]), 37, to(inv))
-            total = (total + to_host(linear_cross_entropy(*arguments)[2])).astype(BF16)
-            total = total.astype(np.float32)
-        found = to_host(results[BF16][2])
-        assert found.dtype == BF16
-        np.testing.assert_allclose(found.astype(np.float32), total, rtol=2**-7, atol=1e-6)
+            size += np.abs(to_host(linear_cross_entropy(*arguments)[2]))
+        # Each of 3 products and 3 sums rounds by 2^-9 of itself, and no sum is above `size`.
+        roundings = 2**-9 * 6 * size
+        assert (np.abs(dw_2.astype(np.float32) - dw) <= roundings + 1e-7).all()
 
 
 def test_log_probabilities_and_their_gradients():

@@ -16,11 +16,12 @@ from xtrain import ModelConfig, Transformer
 from xtrain.data.batches import Batch
 from xtrain.device import to_device
 from xtrain.errors import UserError
-from xtrain.formats.adapters import LoraPart
+from xtrain.formats.adapters import LoraPart, Ranks
 from xtrain.kernels.cross_entropy import count_targets
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
 from xtrain.nn.deferred import AddNormLinear, ResidualRMSNorm, SwiGLULinear
+from xtrain.nn.expert_lora import EXPERT_MATRICES, LoraExperts
 from xtrain.nn.experts import MixtureOfExperts
 from xtrain.nn.modules import Module, Parameter
 from xtrain.nn.observers import in_layer, observe_ops
@@ -69,6 +70,8 @@ class Zoo(Module):
             for name, shape in (("square", (8, 8)), ("a", (2, 8)), ("b", (6, 2)))
         )
         self.experts = MixtureOfExperts(EXPERTS)
+        ranks = Ranks(2, 1.0, {}, {}, False)
+        self.adapted = LoraExperts(MixtureOfExperts(EXPERTS), "adapted.", EXPERT_MATRICES, ranks)
 
     def __call__(self, x_NC):
         tables = [to_device(normal(i, 4, 4), DEVICE) for i in range(2)]
@@ -83,7 +86,7 @@ class Zoo(Module):
         x = F.linear(x, square, None, bias)
         x = F.add(x, F.cast_gradient(F.silu(x_NC), np.float32))
         x = F.cast(F.cast(x, ml_dtypes.bfloat16 if GPU else np.float64), np.float32)
-        return self.experts(F.swiglu(x.reshape(3, 16)))
+        return self.adapted(self.experts(F.swiglu(x.reshape(3, 16))))
 
 
 class Menagerie(Module):

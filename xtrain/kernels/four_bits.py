@@ -88,8 +88,8 @@ UNIT = 2.0**112  # of s / S in int4, whose bits are those of a float32 from bit 
 ROUND = 1.5 * 2.0**23  # as in quantize.py
 ORDER = {"int4": [0, 4, 1, 5, 2, 6, 3, 7], "nf4": [*range(8)]}  # column of a word -> nibble
 # rank of a level -> code; midpoint between levels of neighbouring ranks
-NF4_RANKS = np.argsort(NF4_LEVELS.astype(np.float32), kind="stable").astype(np.uint8)
-_SORTED = NF4_LEVELS.astype(np.float32)[NF4_RANKS]
+NF4_RANKS = np.argsort(NF4_LEVELS, kind="stable").astype(np.uint8)
+_SORTED = NF4_LEVELS[NF4_RANKS]
 NF4_MIDPOINTS = (_SORTED[1:] + _SORTED[:-1]) / np.float32(2)
 _PACKED_RANKS = [sum(int(c) << 4 * j for j, c in enumerate(NF4_RANKS[i : i + 8])) for i in (0, 8)]
 
@@ -187,7 +187,7 @@ def values_ref(codes_OB, groups_CO, kind):
         s = ((groups >> 4) << 15).view(np.float32) * np.float32(UNIT)
         return (codes - zero) * np.repeat(s, CHUNK, axis=1)
     s = np.stack([groups & 255, groups >> 8], axis=2).reshape(len(codes), 2 * len(groups_CO))
-    return NF4_LEVELS.astype(np.float32)[codes] * np.repeat(s.astype(np.float32), 64, axis=1)
+    return NF4_LEVELS[codes] * np.repeat(s.astype(np.float32), 64, axis=1)
 
 
 def dequantize_four_ref(codes_OB, groups_CO, scale_O, K, kind, dtype):
@@ -225,7 +225,7 @@ def nearest_on_grid(w, step, zero, kind: str) -> np.ndarray:
     if kind == "int4":
         return (np.clip(np.rint(scaled) + zero, 0, 15) - zero) * step
     ranks = np.searchsorted(NF4_MIDPOINTS, scaled)
-    return NF4_LEVELS.astype(np.float32)[NF4_RANKS[ranks]] * step
+    return NF4_LEVELS[NF4_RANKS[ranks]] * step
 
 
 # ----------------------------------------------------------------------------- kernels

@@ -45,9 +45,10 @@ from ..kernels import swiglu as _swiglu
 from ..kernels.cast import BFLOAT16
 from ..kernels.decoding import gemv as _gemv
 from ..kernels.decoding import gemv_chain as _gemv_chain
+from ..kernels.experts import expert_router as _expert_router
 from ..kernels.runtime.invariance import invariance, is_batch_invariant
 from .autograd import Function
-from .expert_functions import AddNormRouter, few_router_rows
+from .expert_functions import few_router_rows
 from .fp8 import Fp8AddNormLinear, Fp8Linear, Fp8MLP, fp8_layer
 from .functions import (
     Add,
@@ -381,6 +382,16 @@ class ResidualRMSNorm(Function):
             return dh_NC, dh_NC, dw_C
         dx_NC = _residual.residual_rmsnorm_bwd(dh_NC, dy_NC, h_NC, w_C, rstd_N, dw_C)
         return dx_NC, dx_NC, dw_C  # x and r are added: both have the same gradient
+
+
+class AddNormRouter(Function):
+    """h = x + delta, n = rmsnorm(h), and the experts and weights of n's rows. In inference only."""
+
+    @staticmethod
+    def forward(ctx, x_NC, delta_NC, w_C, gate_EC, eps, K, renormalized, bias_E):
+        ready = ctx.parameters[2] and ctx.parameters[3]
+        operands = x_NC, delta_NC, w_C, gate_EC, eps
+        return _expert_router.expert_router(*operands, K, renormalized, bias_E, ready)
 
 
 class AddNormLinear(Function):

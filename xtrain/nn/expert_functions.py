@@ -45,16 +45,6 @@ def few_router_rows(x_NC: Array, gate_EC: Array, K: int) -> bool:
     return x_NC.dtype == np.float32 and _expert_router.expert_router_fits(x_NC, gate_EC, K)
 
 
-class AddNormRouter(Function):
-    """h = x + delta, n = rmsnorm(h), and the experts and weights of n's rows. In inference only."""
-
-    @staticmethod
-    def forward(ctx, x_NC, delta_NC, w_C, gate_EC, eps, K, renormalized, bias_E):
-        ready = ctx.parameters[2] and ctx.parameters[3]
-        operands = x_NC, delta_NC, w_C, gate_EC, eps
-        return _expert_router.expert_router(*operands, K, renormalized, bias_E, ready)
-
-
 class RouterLoss(Function):
     @staticmethod
     def forward(ctx, logits_NE, counts_E, balance, z):

@@ -38,8 +38,8 @@ class LoraExperts(MixtureOfExperts):
         self, mixture: MixtureOfExperts, path: str, targets: tuple[str, ...], ranks: Ranks
     ):
         vars(self).update(vars(mixture))
-        C = self.gate_up.shape[1]
-        F = self.down.shape[1]
+        C = self.gate_up.declared_shape[1]
+        F = self.down.declared_shape[1]
         found = {name: self._rank(path, name, ranks) for name in EXPERT_MATRICES if name in targets}
         self.factors = Factors(*(found.get(name, (0, 1.0))[1] for name in EXPERT_MATRICES))
         self.gate_up_a = self._a(("gate_proj", "up_proj"), found, C)

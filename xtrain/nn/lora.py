@@ -348,12 +348,12 @@ class AdaptedTransformer(Transformer):
         for adapted in matrices:
             adapted.start(device)
 
-    def check_patterns(self) -> None:
+    def check_patterns(self, ranks: Ranks) -> None:
         """Raise UserError if a pattern of ranks or alphas fits no matrix that has adapters."""
         names = [
             re.sub(r"\.lora_(embedding_)?A.*", "", name) for name, _ in self.named_parameters()
         ]
-        if unused := self.lora.ranks.unused(names):
+        if unused := ranks.unused(names):
             raise UserError(
                 f"{unused[0]!r} of --lora-rank-pattern or --lora-alpha-pattern fits no matrix with "
                 "adapters: give the end of its name, such as q_proj"

@@ -478,9 +478,10 @@ def adapted(start: Start, corpus: Any, world: int) -> AdaptedTransformer:
     model.recompute = config.recompute
     check_fit(model, config, corpus)
     base = str(file_of(folder) or folder.resolve())
-    model.adapt(config.adapters(base, adapters), config.seed, world)
+    lora = config.adapters(base, adapters)
+    model.adapt(lora, config.seed, world)
     if adapters is None:  # files of others may have patterns that fit nothing
-        model.check_patterns()
+        model.check_patterns(lora.ranks)
     if adapters is not None and not start.saved:
         model.load_weights(adapters)
     return model

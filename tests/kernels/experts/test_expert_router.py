@@ -6,6 +6,7 @@ import pytest
 from checks import (
     GPU,
     assert_as_good,
+    assert_bug_is_found,
     double,
     normal,
     planted_bugs,
@@ -13,7 +14,6 @@ from checks import (
     sentinels,
     to_host,
     to_kernel,
-    with_planted_bug,
 )
 
 from xtrain.kernels.experts import expert_router as file
@@ -21,7 +21,6 @@ from xtrain.kernels.experts.expert_gemv import WIDE
 from xtrain.kernels.experts.expert_router import WARPS, expert_router, expert_router_ref
 from xtrain.kernels.experts.routing import routing_ref
 from xtrain.kernels.residual import residual_rmsnorm_ref
-from xtrain.simulator import KernelError
 
 BF16 = ml_dtypes.bfloat16
 EPS = 1e-6
@@ -113,16 +112,9 @@ def test_bad_input():
     ],
 )  # fmt: skip
 def test_planted_bugs_are_found(old, new):
-    """By the simulator, or by wrong numbers."""
+    assert_bug_is_found(check_some_shapes, [file], "make_router_kernel", old, new)
 
-    def fails():
-        try:
-            for shape in SHAPES[:2]:
-                check(shape, np.float32)
-        except (KernelError, AssertionError):
-            return True
-        return False
 
-    assert not fails()
-    with with_planted_bug([file], "make_router_kernel", old, new):
-        assert fails()
+def check_some_shapes():
+    for shape in SHAPES[:2]:
+        check(shape, np.float32)

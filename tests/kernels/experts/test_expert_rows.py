@@ -1,13 +1,12 @@
 """Rows in the order of experts: gather, sum and weighted SwiGLU; references against calculus, kernels against them."""
 
-import functools
-
 import ml_dtypes
 import numpy as np
 import pytest
 from checks import (
     GPU,
     assert_as_good,
+    assert_bug_is_found,
     assert_directional,
     double,
     int32,
@@ -18,7 +17,6 @@ from checks import (
     sentinels,
     to_host,
     to_kernel,
-    with_planted_bug,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +25,6 @@ from xtrain.kernels.experts import expert_order, expert_rows, expert_swiglu
 from xtrain.kernels.experts.expert_order import ExpertOrder, expert_order_ref
 from xtrain.kernels.experts.expert_rows import gather_rows, gather_rows_ref, sum_rows, sum_rows_ref
 from xtrain.kernels.experts.expert_swiglu import WIDE
-from xtrain.simulator import KernelError
 
 BF16 = ml_dtypes.bfloat16
 TILE = 128 if GPU else 8  # slots
@@ -184,21 +181,10 @@ def test_bad_input():
     ],
 )  # fmt: skip
 def test_planted_bugs_are_found(file, name, old, new):
-    """By the simulator, or by wrong numbers."""
-    checks = [
-        functools.partial(f, *s, np.float32)
-        for f in (check_rows, check_swiglu)
-        for s in SHAPES[1:3]
-    ]
+    assert_bug_is_found(check_some_shapes, [file], name, old, new)
 
-    def fails():
-        try:
-            for check in checks:
-                check()
-        except (KernelError, AssertionError):
-            return True
-        return False
 
-    assert not fails()
-    with with_planted_bug([file], name, old, new):
-        assert fails()
+def check_some_shapes():
+    for shape in SHAPES[1:3]:
+        check_rows(*shape, np.float32)
+        check_swiglu(*shape, np.float32)

@@ -67,16 +67,21 @@ E4M3 = ml_dtypes.float8_e4m3fn
 E5M2 = ml_dtypes.float8_e5m2
 NAN_CODE = 0x7F  # what a conversion of NaN gives, in both kinds
 BF16_UNIT = 64.0
-# QLoRA's levels, rounded to bf16, which changes them by less than 1/256: code -> level
-NF4_LEVELS = np.array(
+# QLoRA's levels: code -> level
+_NF4_LEVELS = np.array(
     [
         [0.079580300, 0.44070983, 0.16093020, 0.56261700],
         [-1.0, -0.28444138, -0.69619280, -0.18477343],
         [0.33791524, 1.0, 0.24611230, 0.72295684],  # levels i and i + 8: see above
         [-0.39491749, -0.091050036, -0.52507305, -0.0],
     ],
-    ml_dtypes.bfloat16,
+    np.float32,
 ).reshape(16)
+# The same as float32 numbers that are bf16 numbers, which changes them by less than 1/256: the lower
+# half of the bits is rounded to the nearest, ties to even. Without ml_dtypes: a browser imports this
+# file and has no bf16 (lessons/browser/python).
+_BITS = _NF4_LEVELS.view(np.uint32)
+NF4_LEVELS = ((_BITS + 0x7FFF + (_BITS >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
 # ----------------------------------------------------------------------------- code generation
@@ -157,7 +162,7 @@ def int4_zeros(code, zero):
 @intrinsic(word=uint32)
 def nf4_to_bf16(code, pairs, word):
     """Set pairs[0:4] to the levels of the 8 codes of a word, in the order of columns."""
-    bytes_of = NF4_LEVELS.view(np.uint8).reshape(16, 2)
+    bytes_of = NF4_LEVELS.view(np.uint8).reshape(16, 4)[:, 2:]
     lower, upper = (np.ascontiguousarray(bytes_of[:, i]) for i in range(2))
     for_pair = []
     for half in (word, code.lshr(word, 16)):
