@@ -224,7 +224,8 @@ def one_variant(o, name, v, ranks):
             moved = size * width * (n - 1) / n
             if zero == 0:
                 moved *= 2
-            elif zero == 3:  # the weights, too, twice
+            elif zero == 3:  # of layers alone, and the weights, too, twice
+                moved *= sum(unit.weights.size for unit in arena.layers) / size
                 moved *= 2 if o.precision == "bf16" else 3
             result["bus_gb_s"] = moved / result["comm_ms"] / 1e6
     result["state_bytes"] = sum(x.nbytes for x in state if x is not None) / size

@@ -271,7 +271,7 @@ def test_an_interrupted_forward_leaves_nothing_in_flight():
 
 def test_a_layer_behind_frozen_ones_is_refused():
     """Its input has no gradient, so backward would pass it by, and its sum would be 0."""
-    model, *_ = sharded(n_layers=3)
+    model, _, _ = sharded(n_layers=3)
     model.model.embed_tokens.weight.requires_grad = False
     with pytest.raises(UserError, match=r"frozen embedding.*layer 0 is trained.*--zero 1"):
         model.loss(IDS[:, :-1], IDS[:, 1:])

@@ -236,11 +236,12 @@ def test_ranks_share_a_machine(tmp_path):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_gpus_divide_what_zero_says(tmp_path, zero):
-    """The message on a GPU of several is about its share."""
+def test_gpus_divide_what_zero_says(tmp_path, monkeypatch, zero):
+    """The message on a GPU of several is about its share, and recommends --zero 3 where it is supported."""
+    monkeypatch.setattr(out_of_memory, "_available_bytes", lambda *_: 8 * 10**9)
     kind = dict(batch=64, micro_batch=16, zero=zero, precision="bf16")
     config, shape = resolve(options(tmp_path, **kind), gpu=True)
-    model = ModelConfig(vocab_size=320, **shape | {"head_dim": 64})
+    model = ModelConfig(vocab_size=320, **shape | {"head_dim": 64, "n_layers": 16})
     four = SimpleNamespace(world=4, local_world=4)
     alone = needed(replace(config, batch=16), model, "gpu")
     shared = needed(config, model, "gpu", four)
@@ -251,6 +252,11 @@ def test_gpus_divide_what_zero_says(tmp_path, zero):
     share = 4 if zero else 1
     assert shared.kinds["moments"] == pytest.approx(alone.kinds["moments"] / share, 0.01)
     assert sum(shared.kinds.values()) <= shared.nbytes
+    advice = "\n".join(explain(config, model, "gpu", four))
+    assert ("--zero 3 " in advice) == (zero < 3)
+    assert "--zero 3 " not in "\n".join(explain(config, model, "gpu"))
+    muon = replace(config, optimizer="muon")
+    assert "--zero 3 " not in "\n".join(explain(muon, model, "gpu", four))
 
 
 MEASURE = r"""

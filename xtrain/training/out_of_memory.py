@@ -184,7 +184,7 @@ def explain(
         lines.append(f"    {'the rest':32} {_gb(rest):>9}")
     less = []
     one_fits = False
-    for option, changed, remark in _less(c, model, device):
+    for option, changed, remark in _less(c, model, device, ranks):
         least = needed(changed, model, device, ranks).nbytes
         if least >= whole.nbytes:
             continue
@@ -201,7 +201,7 @@ def explain(
     return lines
 
 
-def _less(c, model, device):
+def _less(c, model, device, ranks):
     """Yield (option, the config with it, its cost)."""
     small = [n for n in range(1, math.isqrt(c.micro_batch) + 1) if c.micro_batch % n == 0]
     rows = sorted({*small, *(c.micro_batch // n for n in small)})
@@ -223,6 +223,11 @@ def _less(c, model, device):
     if c.precision == "fp8":
         half = replace(c, precision="bf16", fp8_head=False)
         yield "--precision bf16", half, "no products on fp8 codes"
+    if ranks.world > 1 and c.zero_stage < 3:
+        with contextlib.suppress(UserError):  # not every option and command supports it
+            divided = replace(c, zero=3)
+            divided.validate()
+            yield "--zero 3", divided, "slower, one more gather of the weights"
     smallest = replace(c, micro_batch=least, recompute="block")
     if smallest != c:
         yield f"--micro-batch {least} --recompute block", smallest, ""

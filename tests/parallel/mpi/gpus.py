@@ -131,6 +131,14 @@ def zero_3(folder):
             print(f"{precision} {how} {kind}: gap of the loss {gap:.1e}", flush=True)
 
 
+def zero_3_between_steps(folder):
+    """Replayed steps, and eager passes between them that use the same communicator, flags and buffers."""
+    for how in TRANSPORTS:
+        kind = dict(device="gpu", precision="bf16", seq_len=64, transport=how, graph=True)
+        zero3.passes_between_steps(folder, RANKS.world, 9, **kind)
+        cupy().get_default_memory_pool().free_all_blocks()
+
+
 def zero_3_accumulates(folder):
     for how in TRANSPORTS:
         more = dict(batch=4 * RANKS.world, device="gpu", precision="bf16", seq_len=64, n_layers=3)
@@ -149,7 +157,7 @@ def interrupted(folder):
 
 
 CHECKS = [every_stage, bf16_communication, accumulation, fp8, muon, zero_3, zero_3_accumulates]
-CHECKS.append(interrupted)
+CHECKS += [zero_3_between_steps, interrupted]
 
 if __name__ == "__main__":
     names = [check.__name__ for check in CHECKS]

@@ -33,14 +33,18 @@ def weights_of(run):
         return {name: to_numpy(x).copy() for name, x in run.model.views(weights)}
 
 
-def some_steps(run, steps=3):
-    """-> losses and norms of the steps, the weights after them on rank 0"""
+def some_steps(run, steps=3, between=lambda run: None):
+    """-> losses and norms of the steps, the weights after them on rank 0
+
+    between: is called with the run after each step.
+    """
     numbers = []
     for _ in range(steps):
         result = run.step()
         loss, norm = (float(to_numpy(x)[0]) for x in (result.loss, result.grad_norm))
         numbers.append([*run.ranks.sum([loss]), norm])
         run.parallel.compare_weights(run.optimizer, run.done)
+        between(run)
     weights = weights_of(run)
     run.close()
     return np.array(numbers), weights
@@ -141,6 +145,28 @@ def validation_and_samples(folder):
     wait()
 
 
+def passes_between_steps(folder, n=2, steps=4, **kind):
+    """A validation, a sample and a checkpoint change no bit of the steps: they leave nothing behind."""
+
+    def between(run):
+        run.validate()
+        if run.done % 2:
+            run.sample()
+            weights_of(run)
+
+    ranks = some_ranks(n)
+    if ranks is not None:
+        kind = dict(batch=2 * n, zero=3, n_layers=5, check_ranks=1, eval_batches=1) | kind
+        (numbers, w), (again, w_again) = (
+            some_steps(make_run(folder, ranks, **kind), steps, what)
+            for what in (lambda run: None, between)
+        )
+        assert np.array_equal(numbers, again), (kind, numbers, again)
+        for name, values in w.items():
+            assert np.array_equal(values, w_again[name]), (kind, name)
+    wait()
+
+
 def elastic(folder):
     """3 ranks with ZeRO-3, 2 with ZeRO-1, 2 with ZeRO-3, one rank: the losses of one rank."""
     kind = dict(ema=0.9, batch=12)
@@ -222,6 +248,7 @@ CHECKS = [
     accumulated,
     only_two_layers_are_whole,
     validation_and_samples,
+    passes_between_steps,
     elastic,
     resumed_exactly,
     its_report,
