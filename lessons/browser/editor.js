@@ -5,14 +5,22 @@
 
 import { defaultKeymap, history, historyKeymap, indentWithTab } from "./codemirror/commands.js";
 import { pythonLanguage } from "./codemirror/lang-python.js";
-import { bracketMatching, indentOnInput, indentUnit, syntaxHighlighting } from "./codemirror/language.js";
+import {
+  bracketMatching,
+  indentOnInput,
+  indentUnit,
+  syntaxHighlighting,
+} from "./codemirror/language.js";
 import { classHighlighter } from "./codemirror/highlight.js";
 import { Compartment, EditorState } from "./codemirror/state.js";
 import { EditorView, drawSelection, keymap, lineNumbers } from "./codemirror/view.js";
 
 const numbersFrom = (first) => lineNumbers({ formatNumber: (n) => String(n + first - 1) });
 
-export function editor(element, { text = "", onChange = () => {}, firstLine = 1, label = "Python" } = {}) {
+export function editor(
+  element,
+  { text = "", onChange = () => {}, firstLine = 1, label = "Python" } = {},
+) {
   const numbers = new Compartment();
   let first = firstLine;
   const changed = EditorView.updateListener.of((update) => {
@@ -32,7 +40,11 @@ export function editor(element, { text = "", onChange = () => {}, firstLine = 1,
         pythonLanguage,
         syntaxHighlighting(classHighlighter),
         keymap.of([...defaultKeymap, ...historyKeymap, indentWithTab]), // Escape, then Tab leaves the editor
-        EditorView.contentAttributes.of({ "aria-label": label, autocapitalize: "off", spellcheck: "false" }),
+        EditorView.contentAttributes.of({
+          "aria-label": label,
+          autocapitalize: "off",
+          spellcheck: "false",
+        }),
         changed,
       ],
     }),

@@ -3,7 +3,19 @@
 
 import { editor } from "./editor.js";
 import { start } from "./runtime.js";
-import { exported, firstLines, imported, joined, keep, note, opened, passed, pieces, replaced, watch } from "./storage.js";
+import {
+  exported,
+  firstLines,
+  imported,
+  joined,
+  keep,
+  note,
+  opened,
+  passed,
+  pieces,
+  replaced,
+  watch,
+} from "./storage.js";
 
 const lesson = JSON.parse(document.getElementById("lesson-exercises").textContent);
 const about = lesson.pieces;
@@ -25,7 +37,8 @@ class Cell {
     this.index = index;
     this.piece = about[index];
     const { number } = this.piece;
-    const button = (text, does) => element("button", { textContent: text, type: "button", onclick: () => does.call(this) });
+    const button = (text, does) =>
+      element("button", { textContent: text, type: "button", onclick: () => does.call(this) });
     this.runButton = button("Run", this.run);
     this.checkButton = button("Check", this.check);
     this.checkButton.className = "main";
@@ -35,26 +48,42 @@ class Cell {
     this.status.setAttribute("role", "status");
     this.output = element("pre", { className: "output", hidden: true });
     this.steps = element("details", { className: "steps", hidden: true });
-    const buttons = [this.runButton, number ? this.checkButton : "", this.stopButton, this.resetButton];
+    const buttons = [
+      this.runButton,
+      number ? this.checkButton : "",
+      this.stopButton,
+      this.resetButton,
+    ];
     const frame = element("div", { className: "editor" });
     this.block = element("div", { className: "exercise" }, frame);
     if (this.piece.elsewhere) this.block.append(elsewhere(this.piece));
-    else this.block.append(element("div", { className: "bar" }, ...buttons, this.status), this.output, this.steps);
+    else
+      this.block.append(
+        element("div", { className: "bar" }, ...buttons, this.status),
+        this.output,
+        this.steps,
+      );
     place.querySelector(".jp-Cell-inputWrapper").hidden = true;
     place.append(this.block);
     const label = number ? `Exercise ${number}` : this.piece.name;
-    this.editor = editor(frame, { text: texts[index], label, onChange: (text) => this.changed(text) });
+    this.editor = editor(frame, {
+      text: texts[index],
+      label,
+      onChange: (text) => this.changed(text),
+    });
     this.show(false);
   }
 
   changed(text) {
     texts[this.index] = text.trimEnd();
-    if (!keep(lesson.file, texts)) this.status.textContent = "Not kept: this browser's storage is full or closed.";
+    if (!keep(lesson.file, texts))
+      this.status.textContent = "Not kept: this browser's storage is full or closed.";
     numberLines();
   }
 
   reset() {
-    if (confirm("Replace what you wrote here with the lesson's text?")) this.editor.set(this.piece.text);
+    if (confirm("Replace what you wrote here with the lesson's text?"))
+      this.editor.set(this.piece.text);
   }
 
   // Show what can be done while a program runs here or in another cell, or none does.
@@ -71,7 +100,10 @@ class Cell {
     return this.during(async () => {
       const { ok, error, pages, stopped, seconds } = await runtime.run(upToHere, options);
       if (error && !stopped) this.print(error);
-      else if (ok && this.output.hidden) this.print("It ran, and printed nothing: call your function below it, and print what it gives.");
+      else if (ok && this.output.hidden)
+        this.print(
+          "It ran, and printed nothing: call your function below it, and print what it gives.",
+        );
       this.status.textContent = stopped ? "Stopped." : `${seconds.toFixed(1)} s`;
       this.showSteps(pages.at(-1)?.html);
     });
@@ -81,12 +113,18 @@ class Cell {
     const { number } = this.piece;
     return this.during(async () => {
       const begin = performance.now();
-      const said = await runtime.check(number, joined(texts), { file: lesson.file, onOutput: (text) => this.print(text) });
-      this.status.textContent = said.stopped ? "Stopped." : `${((performance.now() - begin) / 1000).toFixed(1)} s`;
+      const said = await runtime.check(number, joined(texts), {
+        file: lesson.file,
+        onOutput: (text) => this.print(text),
+      });
+      this.status.textContent = said.stopped
+        ? "Stopped."
+        : `${((performance.now() - begin) / 1000).toFixed(1)} s`;
       if (said.stopped) return;
       this.print(said.text);
       this.output.classList.add("verdict", said.passed ? "right" : "wrong");
-      if (!note(number, said.passed)) this.status.textContent = "Not kept: this browser's storage is full or closed.";
+      if (!note(number, said.passed))
+        this.status.textContent = "Not kept: this browser's storage is full or closed.";
       this.showSteps(said.page);
       showProgress();
     });
@@ -123,7 +161,8 @@ class Cell {
 
   tick() {
     const seconds = ((performance.now() - this.begin) / 1000).toFixed(1);
-    if (progress) this.status.textContent = `Loading ${progress.text}, step ${progress.done + 1} of ${progress.of}: ${seconds} s`;
+    if (progress)
+      this.status.textContent = `Loading ${progress.text}, step ${progress.done + 1} of ${progress.of}: ${seconds} s`;
     else this.status.textContent = `Running: ${seconds} s`;
   }
 
@@ -139,7 +178,8 @@ class Cell {
     const title = "the threads of a block, step by step";
     const frame = () => element("iframe", { srcdoc: html, title, sandbox: "allow-scripts" });
     this.steps.replaceChildren(element("summary", { textContent: "Step through it" }));
-    this.steps.ontoggle = () => this.steps.open && !this.steps.querySelector("iframe") && this.steps.append(frame());
+    this.steps.ontoggle = () =>
+      this.steps.open && !this.steps.querySelector("iframe") && this.steps.append(frame());
   }
 }
 
@@ -166,7 +206,13 @@ function numberLines() {
 
 // ------------------------------------------------------------------ the bar under the title: progress, files
 const count = element("span", { className: "count" });
-const chooser = element("input", { type: "file", multiple: true, accept: ".py,.txt,.zip", hidden: true, onchange: load });
+const chooser = element("input", {
+  type: "file",
+  multiple: true,
+  accept: ".py,.txt,.zip",
+  hidden: true,
+  onchange: load,
+});
 
 function showProgress() {
   const numbers = about.map((piece) => piece.number).filter(Boolean);
@@ -184,7 +230,10 @@ function save() {
 async function load() {
   try {
     const found = await opened(chooser.files);
-    if (!Object.keys(found).length) throw new Error("Choose my_lessons.zip, or files of the folder my_lessons: 01_threads.py, passed.txt.");
+    if (!Object.keys(found).length)
+      throw new Error(
+        "Choose my_lessons.zip, or files of the folder my_lessons: 01_threads.py, passed.txt.",
+      );
     const lost = replaced(found);
     if (lost.length && !confirm(`Replace what you wrote here in ${lost.join(", ")}?`)) return;
     imported(found);
@@ -199,23 +248,33 @@ async function load() {
 // Another tab has changed the file: show it here, too, so that this tab does not write its older text over it.
 function follow() {
   texts.splice(0, texts.length, ...pieces(lesson.file, about));
-  for (const cell of cells) if (cell.editor.text().trimEnd() !== texts[cell.index]) cell.editor.set(texts[cell.index]);
+  for (const cell of cells)
+    if (cell.editor.text().trimEnd() !== texts[cell.index]) cell.editor.set(texts[cell.index]);
   numberLines();
 }
 
 function bar() {
-  const button = (text, title, onclick) => element("button", { textContent: text, title, type: "button", onclick });
+  const button = (text, title, onclick) =>
+    element("button", { textContent: text, title, type: "button", onclick });
   return element(
     "div",
     { className: "exercise-bar" },
     count,
-    button("Save to a file", "my_lessons.zip: unpack it, and `xtrain lesson` continues there", save),
-    button("Open a file", "my_lessons.zip, or files of the folder my_lessons", () => chooser.click()),
+    button(
+      "Save to a file",
+      "my_lessons.zip: unpack it, and `xtrain lesson` continues there",
+      save,
+    ),
+    button("Open a file", "my_lessons.zip, or files of the folder my_lessons", () =>
+      chooser.click(),
+    ),
     chooser,
   );
 }
 
-document.querySelectorAll("[data-piece]").forEach((place) => cells.push(new Cell(place, Number(place.dataset.piece))));
+document
+  .querySelectorAll("[data-piece]")
+  .forEach((place) => cells.push(new Cell(place, Number(place.dataset.piece))));
 document.querySelectorAll(".clipboard-copy-txt").forEach((text) => {
   const number = text.textContent.match(/^lesson\.check\("([\d.]+)"/)?.[1];
   const piece = about.find((piece) => piece.number === number);

@@ -10,7 +10,8 @@
 const WORKER = new URL("./worker.js", import.meta.url);
 // What the page, and a worker that is made from its text, may do from the first confined start on. Another worker from an address
 // of this site would not inherit it, so there is none.
-const POLICY = "connect-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; worker-src blob:";
+const POLICY =
+  "connect-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; worker-src blob:";
 
 function confinedWorker() {
   if (!document.querySelector("meta[http-equiv=Content-Security-Policy]")) {
@@ -62,7 +63,8 @@ class Runtime {
         reject(new Error(`Python could not be loaded: ${event.message || "worker.js is missing"}`));
       };
     });
-    this.#ready.catch(() => { // each await of it raises the error
+    this.#ready.catch(() => {
+      // each await of it raises the error
       worker.terminate();
       if (runtime === this) runtime = undefined;
     });
@@ -100,7 +102,15 @@ class Runtime {
   stop() {
     this.#worker.terminate();
     const settle = this.#settle;
-    const stopped = { ok: false, passed: false, error: "Stopped.", text: "Stopped.", pages: [], page: "", stopped: true };
+    const stopped = {
+      ok: false,
+      passed: false,
+      error: "Stopped.",
+      text: "Stopped.",
+      pages: [],
+      page: "",
+      stopped: true,
+    };
     for (const { resolve } of this.#waiting.values()) resolve(stopped);
     this.#waiting.clear();
     this.#start();
@@ -114,6 +124,9 @@ const listeners = new Set();
 // Load Python, or return the runtime that the page has. A later call tries again what has failed, also after a stop.
 export function start({ onProgress = () => {}, confined = false } = {}) {
   listeners.add(onProgress);
-  runtime ??= new Runtime((progress) => listeners.forEach((listener) => listener(progress)), confined);
+  runtime ??= new Runtime(
+    (progress) => listeners.forEach((listener) => listener(progress)),
+    confined,
+  );
   return runtime.ready;
 }

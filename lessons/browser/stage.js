@@ -3,7 +3,7 @@
 // The HTML of a stage (lessons/tools/pages.py) holds the program and the stepper of a run that the site's build has made, so that
 // it can be stepped through at once. Python is loaded at the first Run.
 "use strict";
-const DATA = /(?<=id="data">)([^]*?)(?=<\/script>)/;  // of a stepper's page
+const DATA = /(?<=id="data">)([^]*?)(?=<\/script>)/; // of a stepper's page
 const dark = () => document.body.dataset.mdColorScheme === "slate";
 
 class Stage {
@@ -15,19 +15,25 @@ class Stage {
     this.file = root.dataset.file;
     this.runButton = root.querySelector("[data-do=run]");
     this.running = false;
-    this.confined = root.dataset.confined !== undefined;  // programs may come from others
+    this.confined = root.dataset.confined !== undefined; // programs may come from others
     const place = root.querySelector(".stage-code-place");
     this.field = codeField(place, place.querySelector("pre").textContent.trimEnd(), {
-      label: this.file, run: () => this.run(), change: text => this.changed(text),
+      label: this.file,
+      run: () => this.run(),
+      change: (text) => this.changed(text),
     });
     this.original = this.field.value;
     this.mode = this.frame.dataset.stepper;
     [this.head, this.data, this.tail] = this.frame.srcdoc.split(DATA);
-    this.runButton.addEventListener("click", () => this.running ? this.stop() : this.run());
-    root.querySelector("[data-do=reset]")?.addEventListener("click", () => this.load(this.file, this.original, this.first));
+    this.runButton.addEventListener("click", () => (this.running ? this.stop() : this.run()));
+    root
+      .querySelector("[data-do=reset]")
+      ?.addEventListener("click", () => this.load(this.file, this.original, this.first));
     this.frame.addEventListener("load", () => this.framed());
     if (this.frame.contentDocument?.getElementById("said")) this.framed();
-    new MutationObserver(() => this.theme()).observe(document.body, {attributeFilter: ["data-md-color-scheme"]});
+    new MutationObserver(() => this.theme()).observe(document.body, {
+      attributeFilter: ["data-md-color-scheme"],
+    });
   }
 
   // The stepper's page is there: follow its steps, its height and the theme.
@@ -36,8 +42,10 @@ class Stage {
     if (!page?.getElementById("said")) return;
     this.theme();
     page.body.style.fontFamily = getComputedStyle(this.root).fontFamily;
-    page.addEventListener("stepped", event => this.stepped(event.detail));
-    new ResizeObserver(() => { this.frame.style.height = `${Math.ceil(page.body.getBoundingClientRect().height) + 4}px`; }).observe(page.body);
+    page.addEventListener("stepped", (event) => this.stepped(event.detail));
+    new ResizeObserver(() => {
+      this.frame.style.height = `${Math.ceil(page.body.getBoundingClientRect().height) + 4}px`;
+    }).observe(page.body);
     page.dispatchEvent(new Event("again"));
   }
 
@@ -49,9 +57,9 @@ class Stage {
   // Mark the lines of a step, unless the program has been changed since the run.
   stepped(step) {
     if (this.edited || this.running) return;
-    const mine = lines => lines.filter(([file]) => file === this.file).map(([, line]) => line);
-    this.field.mark({now: mine(step.lines), bad: mine(step.bad)});
-    this.root.dispatchEvent(new CustomEvent("step", {detail: step}));
+    const mine = (lines) => lines.filter(([file]) => file === this.file).map(([, line]) => line);
+    this.field.mark({ now: mine(step.lines), bad: mine(step.bad) });
+    this.root.dispatchEvent(new CustomEvent("step", { detail: step }));
   }
 
   changed() {
@@ -76,8 +84,9 @@ class Stage {
 
   // The lines of the program that a report names: "rotate.py:12", or those of a traceback.
   linesOf(report) {
-    const name = this.file.replaceAll(".", "\\."), place = new RegExp(`${name}(?::|", line )(\\d+)`, "g");
-    return [...report.matchAll(place)].map(found => Number(found[1]));
+    const name = this.file.replaceAll(".", "\\."),
+      place = new RegExp(`${name}(?::|", line )(\\d+)`, "g");
+    return [...report.matchAll(place)].map((found) => Number(found[1]));
   }
 
   say(kind, text) {
@@ -94,22 +103,26 @@ class Stage {
     this.out.hidden = !this.out.textContent;
     this.frame.hidden = !result?.data;
     if (result?.data) this.frame.srcdoc = this.head + result.data + this.tail;
-    this.field.mark({bad: this.linesOf(result?.error || "")});
+    this.field.mark({ bad: this.linesOf(result?.error || "") });
     if (!result) this.say("", "Press Run.");
     else if (result.error) this.say("bad", result.error);
     else this.say("good", "It has run to its end: no race, no deadlock, no access out of bounds.");
-    this.root.dispatchEvent(new CustomEvent("shown", {detail: result}));
+    this.root.dispatchEvent(new CustomEvent("shown", { detail: result }));
   }
 
   async run() {
     if (this.running) return;
-    const turn = this.turn = {};  // another program may be chosen while this one runs
+    const turn = (this.turn = {}); // another program may be chosen while this one runs
     this.button("Loading", true);
     try {
-      const tell = text => { if (this.turn === turn) this.say("busy", text); };
-      const result = await runProgram(this.field.value, this.file, this.confined, tell, () => this.button("Stop"));
+      const tell = (text) => {
+        if (this.turn === turn) this.say("busy", text);
+      };
+      const result = await runProgram(this.field.value, this.file, this.confined, tell, () =>
+        this.button("Stop"),
+      );
       if (this.turn !== turn) return;
-      this.frame.dataset.stepper = "embedded";  // a reader's own run begins where its error shows
+      this.frame.dataset.stepper = "embedded"; // a reader's own run begins where its error shows
       this.button("Run");
       this.show(result);
     } catch (error) {
@@ -121,30 +134,46 @@ class Stage {
 
   button(text, disabled = false) {
     this.running = text !== "Run";
-    Object.assign(this.runButton, {textContent: text, disabled});
+    Object.assign(this.runButton, { textContent: text, disabled });
   }
 
-  stop() { runtime?.stop(); }
+  stop() {
+    runtime?.stop();
+  }
 }
 
 // ------------------------------------------------------------------ Python, which is loaded at the first run
-let runtime = null, listener = () => {};
+let runtime = null,
+  listener = () => {};
 const LOADING = "Loading Python, once:";
 
 // tell: called with what Python is doing. begins: called when the program starts.
 async function runProgram(source, file, confined, tell, begins) {
-  if (location.protocol === "file:") throw new Error("A page that was opened from a file cannot load Python: open the site with `mkdocs serve`.");
+  if (location.protocol === "file:")
+    throw new Error(
+      "A page that was opened from a file cannot load Python: open the site with `mkdocs serve`.",
+    );
   tell(`${LOADING} …`);
-  const {start} = await import("./runtime.js"), first = !runtime;
-  listener = ({text, seconds}) => tell(`${LOADING} ${text} … ${Math.round(seconds)} s`);
-  runtime = await start(first ? {confined, onProgress: progress => listener(progress)} : {confined});
-  listener = () => {};  // after a stop Python loads again, unasked
+  const { start } = await import("./runtime.js"),
+    first = !runtime;
+  listener = ({ text, seconds }) => tell(`${LOADING} ${text} … ${Math.round(seconds)} s`);
+  runtime = await start(
+    first ? { confined, onProgress: (progress) => listener(progress) } : { confined },
+  );
+  listener = () => {}; // after a stop Python loads again, unasked
   tell("Running …");
   begins();
   let printed = "";
-  const {error, pages} = await runtime.run(source, {file, onOutput: text => { printed += text; }});
+  const { error, pages } = await runtime.run(source, {
+    file,
+    onOutput: (text) => {
+      printed += text;
+    },
+  });
   // Only the data of the last page is used, in the frame that came with the site: a program that arrived as a link may have
   // written anything into the page.
-  const data = pages.length ? JSON.stringify(JSON.parse(pages.at(-1).html.match(DATA)[0])).replaceAll("<", "\\u003c") : "";
-  return {printed, error, data};
+  const data = pages.length
+    ? JSON.stringify(JSON.parse(pages.at(-1).html.match(DATA)[0])).replaceAll("<", "\\u003c")
+    : "";
+  return { printed, error, data };
 }

@@ -92,11 +92,15 @@ export function watch(name, fileChanged, passedChanged) {
 
 function files() {
   const found = {};
-  for (const key of Object.keys(localStorage).filter((key) => key.startsWith(FILE)).sort()) {
+  for (const key of Object.keys(localStorage)
+    .filter((key) => key.startsWith(FILE))
+    .sort()) {
     const kept = read(key, "");
     found[`${key.slice(FILE.length)}.py`] = typeof kept === "string" ? kept : joined(kept);
   }
-  found["passed.txt"] = inOrder(passed()).map((number) => `${number}\n`).join("");
+  found["passed.txt"] = inOrder(passed())
+    .map((number) => `${number}\n`)
+    .join("");
   return found;
 }
 
@@ -113,7 +117,8 @@ export async function opened(list) {
     const texts = /\.zip$/i.test(file.name) ? await unzip(bytes) : [[file.name, decode(bytes)]];
     for (const [path, text] of texts) {
       const name = path.split("/").pop();
-      if (/^\d\d_\w+\.py$/.test(name) || name === "passed.txt") found[name] = text.replace(/\r\n/g, "\n");
+      if (/^\d\d_\w+\.py$/.test(name) || name === "passed.txt")
+        found[name] = text.replace(/\r\n/g, "\n");
     }
   }
   return found;
@@ -122,7 +127,9 @@ export async function opened(list) {
 // The names of those that would replace another text.
 export function replaced(texts) {
   const mine = files();
-  return Object.keys(texts).filter((name) => name in mine && name !== "passed.txt" && mine[name] !== texts[name]);
+  return Object.keys(texts).filter(
+    (name) => name in mine && name !== "passed.txt" && mine[name] !== texts[name],
+  );
 }
 
 // Keep them all, or none: raises an error if the storage is full. What has passed is added to what has passed here.
@@ -133,7 +140,8 @@ export function imported(texts) {
     return write(PASSED, inOrder(new Set([...passed(), ...(text.match(/^\d+\.\d+$/gm) ?? [])])));
   });
   if (kept) return;
-  for (const name of Object.keys(texts)) localStorage.removeItem(name === "passed.txt" ? PASSED : FILE + name.slice(0, -3));
+  for (const name of Object.keys(texts))
+    localStorage.removeItem(name === "passed.txt" ? PASSED : FILE + name.slice(0, -3));
   for (const [key, value] of before) localStorage.setItem(key, value);
   throw new Error("Nothing was opened: this browser's storage is full or closed.");
 }
@@ -174,8 +182,18 @@ export function zip(named) {
     const name = encode(path);
     const data = encode(text);
     const same = fields("2222444", 0x800, 0, time, date, crc32(data), data.length, data.length); // 0x800: names are UTF-8
-    const head = [...fields("42", 0x04034b50, 20), ...same, ...fields("22", name.length, 0), ...name];
-    directory.push(...fields("422", 0x02014b50, 20, 20), ...same, ...fields("2222244", name.length, 0, 0, 0, 0, 0, offset), ...name);
+    const head = [
+      ...fields("42", 0x04034b50, 20),
+      ...same,
+      ...fields("22", name.length, 0),
+      ...name,
+    ];
+    directory.push(
+      ...fields("422", 0x02014b50, 20, 20),
+      ...same,
+      ...fields("2222244", name.length, 0, 0, 0, 0, 0, offset),
+      ...name,
+    );
     body.push(Uint8Array.from(head), data);
     offset += head.length + data.length;
   }
@@ -199,7 +217,9 @@ export async function unzip(bytes) {
   try {
     return await entries(bytes);
   } catch {
-    throw new Error("This is not a zip archive, or it is damaged: save it again, or choose the files in it.");
+    throw new Error(
+      "This is not a zip archive, or it is damaged: save it again, or choose the files in it.",
+    );
   }
 }
 

@@ -18,7 +18,8 @@ function progress(done, text) {
 function print(text) {
   if (printed.length > MOST_OUTPUT) return;
   printed.length += text.length + 1;
-  printed.waiting += printed.length > MOST_OUTPUT ? "(The rest of the output is not shown.)\n" : `${text}\n`;
+  printed.waiting +=
+    printed.length > MOST_OUTPUT ? "(The rest of the output is not shown.)\n" : `${text}\n`;
   if (performance.now() - printed.sent > 100) sendOutput();
 }
 
@@ -67,7 +68,16 @@ self.onmessage = async ({ data }) => {
   } catch (error) {
     const text = String(error.message || error); // of Pyodide: it is out of memory, or the judge fails
     const broken = error.name !== "PythonError"; // nothing runs in it any more
-    result = { ok: false, passed: false, error: text, text, pages: [], page: "", seconds: 0, broken };
+    result = {
+      ok: false,
+      passed: false,
+      error: text,
+      text,
+      pages: [],
+      page: "",
+      seconds: 0,
+      broken,
+    };
   }
   sendOutput();
   postMessage({ id: data.id, result });
