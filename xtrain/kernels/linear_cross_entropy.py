@@ -14,9 +14,10 @@ gradient is one factor for all elements: forward computes the gradients for the 
 backward multiplies them by any other (Hsu et al. 2024, Liger-Kernel). Until then dx, N C elements,
 and dw, P C float32, are kept in place of N P logits.
 
-Every chunk reads and writes dw once more, 8 P C bytes (4 in bf16), in a product of 2 rows P C operations, and
+Every chunk reads and writes dw once more, 8 P C bytes, in a product of 2 rows P C operations, and
 its product for dx may have fewer tiles than the GPU has multiprocessors. So smaller chunks take
-less memory and more time: bench/bench_head.py measures both.
+less memory and more time: bench/bench_head.py measures both. The sum of the chunks is float32 also
+where dw becomes bf16: rounded after each of k chunks, its error would grow as sqrt(k).
 """
 
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from ..device import Array
+from .cast import cast_fwd
 from .cross_entropy import check_targets_on_host, cross_entropy
 from .gemm import linear_into, matmul
 from .quantize import Quantized, dense
@@ -76,7 +78,7 @@ def linear_cross_entropy(
         gradients are then those by the changed logits, times x and w.
     loss_of: in place of cross_entropy, called with the logits of a chunk, its rows, the array of
         their losses, and whether the gradient is wanted, which overwrites the logits.
-    dw_dtype: bf16 for bf16 w: every chunk rounds, as the micro-batches of PyTorch do.
+    dw_dtype: bf16 for bf16 w: the sum of the chunks is rounded once.
     Errors as in cross_entropy.
     """
     op = "linear_cross_entropy"
@@ -91,14 +93,15 @@ def linear_cross_entropy(
     wide = np.float64 if x_NC.dtype == np.float64 else np.float32
     loss_N = empty(x_NC, N, wide)
     dx_NC = empty(x_NC, (N, C)) if want_dx else None
-    dw_PC = empty(w_PC, (P, C), dw_dtype or wide) if want_dw else None
+    step = chunk_rows(N, rows)
+    sums = wide if dw_dtype is None or step < N else dw_dtype  # one chunk needs no addition
+    dw_PC = empty(w_PC, (P, C), sums) if want_dw else None
     if dw_PC is not None and not N:
         dw_PC.fill(0)
     if on_host(x_NC, w_PC, targets_N):
         check_targets_on_host(targets_N, vocab_size)  # here, where rows have the caller's numbers
     want_gradient = want_dx or want_dw
     per_row = getattr(inv_count_1, "shape", None) == (N,)
-    step = chunk_rows(N, rows)
     logits_RP = empty(x_NC, (min(step, N), P))
     for first in range(0, N, max(step, 1)):
         part = slice(first, min(first + step, N))
@@ -118,4 +121,6 @@ def linear_cross_entropy(
             matmul(dx_NC[part], d_RP, w_PC)
         if dw_PC is not None:
             matmul(dw_PC, d_RP, x_RC, trans_a=True, accumulate=first > 0)
+    if dw_PC is not None and dw_dtype is not None:
+        dw_PC = cast_fwd(dw_PC, dw_dtype)
     return loss_N, dx_NC, dw_PC

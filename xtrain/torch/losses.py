@@ -66,8 +66,7 @@ def linear_cross_entropy(
     x: (..., C), weight: (V, C), both float32 or both bf16; under autocast they are converted.
     targets: (...) integers below V; those that are -100 do not count.
     count: the loss is the sum over the targets divided by it; None: by the number of targets.
-    rows: logits that exist at a time; 0: 2048. In bf16 the gradient of weight is rounded after each
-        of these chunks, as that of a micro-batch is.
+    rows: logits that exist at a time; 0: 2048.
     The forward computes the gradients, too, and backward multiplies them by the gradient of the
     loss, in place: a second backward through the same loss raises an error.
     A target outside the vocabulary raises ValueError on the CPU; on a GPU the loss is NaN.
