@@ -16,6 +16,7 @@ import xtrain.torch as xt
 from xtrain import device, simulator
 from xtrain.kernels import gemm as _gemm
 from xtrain.kernels.elementwise import scale_fwd
+from xtrain.kernels.gemm import linear_into
 from xtrain.kernels.primitives import last_block as _last_block
 from xtrain.kernels.primitives import tma as _tma
 from xtrain.kernels.primitives.hopper_simulated import simulated_map
@@ -326,6 +327,33 @@ def test_another_float_is_not_recorded_anew(driver, monkeypatch):
     for i in range(_launches.MAX_VALUES + 9):
         run([x, float(i)])
     assert len(recorded) == 5 + _launches.MAX_VALUES - 1 and len(usual) == 8
+
+
+def test_the_factor_of_a_product_is_recorded_by_value(driver, monkeypatch):
+    def launcher(x, factor):
+        return linear_into(empty_like(x), x, x.reshape(x.shape), alpha=factor)
+
+    monkeypatch.setattr(_launches, "run_launcher", None)
+    x = torch.eye(4)
+    run = _launches.Repeatable(launcher, frozenset())
+    assert [run([x, a])[0].trace().item() for a in (2.0, 3.0, 2.0)] == [8, 12, 8]
+
+
+def test_rows_that_overlap_are_copied_as_usual(driver, monkeypatch):
+    """CUDA copies no rows that are fewer bytes apart than they have."""
+    usual = []
+    monkeypatch.setattr(_launches, "run_launcher", lambda *_: usual.append(1))
+
+    def launcher(x):
+        y = empty_like(x)
+        y[...] = x
+        return y
+
+    run = _launches.Repeatable(launcher, frozenset([0]))
+    run([torch.ones(4, 8)[:, :6]])
+    assert not usual
+    run([torch.ones(8).expand(4, 8)])
+    assert usual
 
 
 def test_what_depends_on_addresses_is_made_once(driver, monkeypatch):

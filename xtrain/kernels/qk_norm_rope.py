@@ -545,7 +545,7 @@ def qk_norm_rope_bwd(
     if normalise:
         norm = (q_w_D, k_w_D, rstd_NA, dq_w_D, dk_w_D)
         check_array(op, "rstd", rstd_NA, (N, H + G))
-        check_array(op, "dq_w", dq_w_D, (D,), FLOATS[: 1 if add else 2])
+        check_array(op, "dq_w", dq_w_D, (D,), FLOATS[:1] if add else FLOATS)
         check_array(op, "dk_w", dk_w_D, (D,), (dtype_name(norm[3].dtype),))
     positions, T = positions_for(op, qkv_NP, cos_PR, positions_N, T)
     gradients = (dqkv_NP, dq_NHD, dk_NGD)

@@ -292,7 +292,7 @@ def rmsnorm_bwd(
     check_array(op, "dy", dy_NC, (N, C), FLOATS)
     check_array(op, "w", w_C, (C,), FLOATS)
     check_array(op, "rstd", rstd_N, (N,))
-    check_array(op, "dw", dw_C, (C,), FLOATS[: 1 if add else 2])
+    check_array(op, "dw", dw_C, (C,), FLOATS[:1] if add else FLOATS)
     if skip_NC is not None:
         check_array(op, "skip", skip_NC, (N, C), (dtype_name(dy_NC.dtype),))
     check(C > 0, f"{op}: rows of {C} columns have no mean")

@@ -157,6 +157,8 @@ class _Copy:
         rows = array.shape[0]
         pitch = array.strides[0]
         source_pitch = source.strides[0]
+        if source_pitch < array.nbytes // max(rows, 1):  # an expanded tensor; CUDA refuses it
+            raise TypeError("only copies of rows that do not overlap can be recorded")
         self.start = lambda to, of, stream: copy_rows(
             to, pitch, of, source_pitch, array.nbytes // rows, rows, kind, stream
         )
@@ -199,6 +201,8 @@ class _Product:
     """Compute a product by cuBLAS."""
 
     def __init__(self, index: int, c: Placeholder, a: Placeholder, b: Placeholder, *options: Any):
+        if any(isinstance(option, Number) for option in options):
+            raise TypeError("the factor of a product has no value while launches are recorded")
         self.name = "a product"
         self.index = index
         self.operands = [_located(x) for x in (c, a, b)]

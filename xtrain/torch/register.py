@@ -267,9 +267,10 @@ def _formula(op, backward, gradients):
     """
     arguments = [a.name for a in op._schema.arguments]
     results = [r.name for r in op._schema.returns]
-    is_tensor = {a.name: "Tensor" in str(a.type) for a in op._schema.arguments}
+    kinds = {a.name: str(a.type) for a in op._schema.arguments}
     names, optional, compute = _backward_names(op, backward, gradients)
-    tensors = [n for n in names if n in results or is_tensor.get(n)]
+    one_tensor = ("Tensor", "Optional[Tensor]")  # lists of tensors cannot be saved
+    tensors = [n for n in names if n in results or kinds.get(n) in one_tensor]
     others = [n for n in names if n in arguments and n not in tensors]
     given = [n for n in names if n not in tensors and n not in others]
     for name in given:
