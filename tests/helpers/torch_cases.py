@@ -40,11 +40,10 @@ def plain_rope(x, cos, sin, positions=None):
 
 def plain_qk(qkv, q_w, k_w, cos, sin, H, G):
     q, k, v = qkv.unflatten(-1, (H + 2 * G, 16)).split((H, G, G), -2)
-    return (
-        plain_rope(plain_rmsnorm(q, q_w), cos, sin),
-        plain_rope(plain_rmsnorm(k, k_w), cos, sin),
-        v,
-    )
+    if q_w is not None:
+        q = plain_rmsnorm(q, q_w)
+        k = plain_rmsnorm(k, k_w)
+    return plain_rope(q, cos, sin), plain_rope(k, cos, sin), v
 
 
 def targets(*shape):
@@ -171,6 +170,13 @@ CASES = {
         plain_qk,
         lambda N: [random(1, 2, N, 6 * 16), random(2, 16), random(3, 16), *tables(8, 16), 4, 1],
         fixed=(3, 4),
+        opname="qk_norm_rope",
+    ),
+    "qk_rope": Case(
+        lambda qkv, cos, sin: xt.qk_norm_rope(qkv, None, None, cos, sin, 4, 1),
+        lambda qkv, cos, sin: plain_qk(qkv, None, None, cos, sin, 4, 1),
+        lambda N: [random(1, 2, N, 6 * 16), *tables(8, 16)],
+        fixed=(1, 2),
         opname="qk_norm_rope",
     ),
     "norm_rope": Case(

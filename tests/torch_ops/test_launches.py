@@ -46,6 +46,7 @@ REPEATED = [
     "rope_positions",
     "norm_rope",
     "qk_norm_rope",
+    "qk_rope",
     "embedding",
     "cross_entropy",
     "softmax",

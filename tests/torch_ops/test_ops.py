@@ -281,6 +281,10 @@ def test_registering_one_s_own_op():
     scale(x, 3.0).sum().backward()
     assert torch.equal(x.grad, torch.full((3, 2), 3.0))
     torch.library.opcheck(scale, (x, 3.0))
+    with pytest.raises(ValueError, match=r"^test_ops::total has a list of tensors and a backward:"):
+        xt.register_op(
+            "test_ops::total(Tensor[] x) -> Tensor y", sum, fake=sum, backward=lambda x: {}
+        )
     with pytest.raises(ValueError, match="no namespace"):
         xt.register_op("scale(Tensor x) -> Tensor y", lambda x: x)
     with pytest.raises(ValueError, match="backward of test_ops::twice: z is neither"):

@@ -182,7 +182,8 @@ class _Launch:
         self.start = prepared.start
         self.moving = [(i, *_split(self.words[i])) for i in prepared.addresses]
         scalars = [a for a in args if isinstance(a, (np.generic, Number))]
-        self.numbers = [  # as ctypes's floats in the parameters, and which float they become
+        # ctypes's floats in the parameters, and which float of the call each becomes
+        self.numbers = [
             (ctypes.c_float.from_buffer(self.words, 8 * i), a.n)
             for i, a in zip(prepared.scalars, scalars)
             if isinstance(a, Number)

@@ -70,7 +70,8 @@ def register_op(
     strided: names of the arguments that may be arrays that are not contiguous; of others the
         launcher gets contiguous copies.
     Gradients get the dtypes of their arguments. Raises ValueError if a name in the schema of
-    backward is neither an argument nor a result of the op.
+    backward is neither an argument nor a result of the op, or if an op with a backward has a list
+    of tensors.
     """
     qualified = schema.partition("(")[0].strip()
     namespace, _, name = qualified.partition("::")
@@ -269,8 +270,11 @@ def _formula(op, backward, gradients):
     results = [r.name for r in op._schema.returns]
     kinds = {a.name: str(a.type) for a in op._schema.arguments}
     names, optional, compute = _backward_names(op, backward, gradients)
-    one_tensor = ("Tensor", "Optional[Tensor]")  # lists of tensors cannot be saved
-    tensors = [n for n in names if n in results or kinds.get(n) in one_tensor]
+    if any("List" in kind and "Tensor" in kind for kind in kinds.values()):
+        raise ValueError(
+            f"{op._schema.name} has a list of tensors and a backward: make each tensor an argument"
+        )
+    tensors = [n for n in names if n in results or "Tensor" in kinds.get(n, "")]
     others = [n for n in names if n in arguments and n not in tensors]
     given = [n for n in names if n not in tensors and n not in others]
     for name in given:
@@ -286,6 +290,7 @@ def _formula(op, backward, gradients):
     required = [i for i, n in enumerate(given) if n not in optional]
     constant = [k for k in range(len(results)) if k not in outputs]
     order = [(*given, *tensors, *others).index(n) for n in names]
+    may_be_none = "Optional[Tensor]" in kinds.values()
 
     def setup_context(ctx, inputs: Sequence[Any], output: Any):
         found = output if isinstance(output, tuple) else (output,)
@@ -307,7 +312,10 @@ def _formula(op, backward, gradients):
                 values[i] = torch.zeros(shape, dtype=dtype, device=device)
         values += ctx.saved_tensors
         values += ctx.others
-        return compute(*[values[i] for i in order])
+        found = compute(*[values[i] for i in order])
+        if may_be_none:  # torch refuses a gradient of None
+            return tuple([x if needs else None for x, needs in zip(found, ctx.needs_input_grad)])
+        return found
 
     return formula, setup_context
 
