@@ -9,7 +9,7 @@ A matrix w (O, K) is four tensors. Its K columns lie in groups of group_size, g(
     qweight    int32 (K / 8, O): nibble j of row i           int32 (K, O / 8): nibble j of column i
                is code[8 i + j, o]                           is code[k, 8 i + ORDER[j]]
     qzeros     int32 (groups, O / 8): nibble j of            int32 (groups, O / 8), as qweight
-               column i is zero[g, 8 i + j] - 1, 15 if that is -1
+               column i is zero[g, 8 i + j] - 1 mod 16
                (checkpoint_format "gptq_v2": zero)
     g_idx      int32 (K,): g(k), in any order                none: g(k) = k // group_size
 
