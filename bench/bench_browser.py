@@ -86,7 +86,7 @@ def seconds(address: str, script: str) -> dict[str, float]:
     }
 
 
-def record(name: str, value: float, unit: str, ms: float | None) -> None:
+def record(name: str, value: float, unit: str, ms: float = 0.0) -> None:
     """Append one line to results/bench_browser.jsonl, and print it."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     lock = json.loads((ROOT / "lessons/browser/package-lock.json").read_text(encoding="utf-8"))
@@ -138,7 +138,7 @@ def main() -> int:
         part = editor if name.startswith("codemirror/") else python
         sizes[part] += len(gzip.compress(content, 6))
     for part, size in sizes.items():
-        record(part, round(size / 1e6, 2), "MB", None)
+        record(part, round(size / 1e6, 2), "MB")
     judges = lesson.load_checks("api")
     path = judges.lesson_file(NUMBER.split(".")[0])
     text = judges.tagged(path.read_text(encoding="utf-8"), "imports", "exercise", "solution")

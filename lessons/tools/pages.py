@@ -11,7 +11,6 @@ import re
 import sys
 from pathlib import Path
 
-import bs4
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
@@ -136,9 +135,16 @@ def examples() -> str:
 
 
 # ----------------------------------------------------------------------------- the pages
+def parsed(html: str):
+    """Return the tree of a page's HTML."""
+    import bs4  # a part of [docs]; a test reads the programs' titles without it
+
+    return bs4.BeautifulSoup(html, "html.parser")
+
+
 def first_page(content: str) -> str:
     """The race above everything else, the tracks as paths."""
-    soup = bs4.BeautifulSoup(content, "html.parser")
+    soup = parsed(content)
     buttons = (
         _button("help", "Write the line", "hidden")
         + _button("reset", "Reset")
@@ -148,11 +154,11 @@ def first_page(content: str) -> str:
 <a href="playground.html">Ten more kernels</a></p>"""
     race = stage(FIRST, "64 threads, and one line is missing. Press step.", True, buttons, after)
     place = soup.find(id="race")
-    place.replace_with(bs4.BeautifulSoup(race, "html.parser"))
+    place.replace_with(parsed(race))
     lead = soup.find("h1").find_next("p")
-    lead.insert_after(bs4.BeautifulSoup(START, "html.parser"))
+    lead.insert_after(parsed(START))
     for table in soup.select("#three-tracks ~ table, #three-tracks ~ * table")[:1]:
-        table.replace_with(bs4.BeautifulSoup(tracks(), "html.parser"))
+        table.replace_with(parsed(tracks()))
     scripts = "".join(
         f'<script src="browser/{name}.js"></script>'
         for name in ("code_field", "stage", "first_page")
@@ -196,14 +202,14 @@ def _plain(title: str) -> str:
 
 def playground(content: str) -> str:
     """A menu of programs, a link to what is in the editor, the stage."""
-    soup = bs4.BeautifulSoup(content, "html.parser")
+    soup = parsed(content)
     options = "".join(
         f'<option value="{name}">{title}</option>' for name, title in EXAMPLES.items()
     )
     menu = f'<label class="pick"><span>Program</span><select>{options}</select></label>'
     buttons = _button("reset", "Reset") + _button("link", "Copy a link") + _button("run", "Run")
     made = menu + stage("reduction.py", "", False, buttons)
-    soup.find(id="playground").replace_with(bs4.BeautifulSoup(made, "html.parser"))
+    soup.find(id="playground").replace_with(parsed(made))
     scripts = "".join(
         f'<script src="browser/{name}.js"></script>'
         for name in ("code_field", "stage", "examples", "playground")
@@ -213,12 +219,12 @@ def playground(content: str) -> str:
 
 def with_slider(content: str, name: str, heading: str) -> str:
     """A lesson with a figure at the end of the section that has this heading."""
-    soup = bs4.BeautifulSoup(content, "html.parser")
+    soup = parsed(content)
     titles = [h for h in soup.find_all("h2") if h.get_text().rstrip("¶").strip() == heading]
     if len(titles) != 1:
         raise ValueError(
             f"the figure {name} belongs under the heading {heading!r}, which is not there once"
         )
-    figure = bs4.BeautifulSoup(f'<div data-slider="{name}"></div>', "html.parser")
+    figure = parsed(f'<div data-slider="{name}"></div>')
     titles[0].find_next("h2").insert_before(figure)
     return STYLE + str(soup) + '<script src="browser/sliders.js"></script>'

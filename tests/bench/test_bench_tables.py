@@ -385,7 +385,7 @@ def test_only_a_plain_call_writes(tmp_path, words, code):
     """The copy has no pages to read, so that writing tables would fail."""
     copy = tmp_path / "bench" / "tables.py"
     copy.parent.mkdir()
-    for name in ("tables.py", "_charts.py"):
+    for name in ("tables.py", "_charts.py", "_markdown.py"):
         (copy.parent / name).write_text((BENCH / name).read_text())
     done = subprocess.run([sys.executable, copy, words], capture_output=True, text=True)
     assert done.returncode == code and "usage:" in done.stdout + done.stderr

@@ -51,7 +51,9 @@ def test_what_bf16_cannot_do_is_said_before_anything_runs(monkeypatch):
     with planning(128):
         Transformer(config(32), None, "gpu", "bf16")
         Transformer(config(24), None, "gpu", "fp32")
-        with pytest.raises(UserError, match=r"head_dim 16, 32, 64, 128, this model has 24.*fp32"):
+        with pytest.raises(
+            UserError, match=r"head_dim 16, 32, 64, 128, 256, this model has 24.*fp32"
+        ):
             Transformer(config(24), None, "gpu", "bf16")
         for capability, there in (("75", False), ("80", True), ("120", True)):
             card = SimpleNamespace(compute_capability=capability)
@@ -128,7 +130,7 @@ def test_training_takes_bf16_where_it_is(tmp_path, monkeypatch):
 
     class Enough(Exception): ...
 
-    def made(config, seed, device, precision, *rest):
+    def made(config, seed, device, precision, *rest, share=None):
         asked.append((config.head_dim, device, precision))
         raise Enough
 

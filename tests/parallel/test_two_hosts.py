@@ -22,7 +22,13 @@ pytestmark = [
     # Open MPI starts its daemons otherwise
     pytest.mark.skipif(not MPICH, reason="needs the mpirun of MPICH"),
 ]
-WHERE = "from xtrain.parallel.ranks import connect; r = connect(); print(r.rank, r.local_world, flush=True)"
+# one write for a line: those of two ranks may not mix
+WHERE = """
+import os
+from xtrain.parallel.ranks import connect
+ranks = connect()
+os.write(1, b"%d %d\\n" % (ranks.rank, ranks.local_world))
+"""
 KIND = {"layers": 3, "batch": 4, "sample-every": 0, "eval-every": 0, "save-every": 2, "watchdog": 4}
 
 

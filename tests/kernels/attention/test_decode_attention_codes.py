@@ -237,7 +237,7 @@ BUGS = [  # module, name of a factory in it, a line, the changed line
     (loops, "make_attend_tensor", "start // D + int64", "start + int64"),
     (loops, "make_load_codes", "fk[K_WORDS * c + j, 2 * i + m]", "fk[K_WORDS * c + j, i + 2 * m]"),
     (loops, "make_load_codes", "fq[b, K_WORDS * c + j, i]", "fq[b, K_WORDS * c + j, 1 - i]"),
-    (loops, "make_load_codes", "                interleave_codes(both)\n", ""),
+    (loops, "make_load_codes", "                    interleave_codes(both)\n", ""),
     (loops, "make_load_codes", "+ EACH * (lane & 3)", "+ 8 * (lane & 3)"),
     (parts, "make_new_heads", "scales, 2 * (at // D) + 1, new1", "scales, 2 * (at // D), new1"),
     (parts, "make_new_heads", "store_codes(cache.k, at, cache.scales", "store_codes(cache.k, at + D, cache.scales"),
