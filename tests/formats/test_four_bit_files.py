@@ -33,7 +33,7 @@ def pack_gptq(codes_OK, zeros_OG, v2):
             qweight[i, o] = word(codes_OK[o, 8 * i : 8 * i + 8])
     for g in range(zeros_OG.shape[1]):
         for i in range(O // 8):
-            qzeros[g, i] = word(zeros_OG[8 * i : 8 * i + 8, g] - (0 if v2 else 1))
+            qzeros[g, i] = word(zeros_OG[8 * i : 8 * i + 8, g] - (0 if v2 else 1) & 15)
     return qweight, qzeros
 
 
@@ -57,7 +57,7 @@ def folder_of(path, method, act_order=False, **changes):
             continue
         O, K = tensors.pop(name).shape  # noqa: E741
         draw = rng(3, i)
-        codes, zeros = draw.integers(0, 16, (O, K)), draw.integers(1, 16, (O, K // SIZE))
+        codes, zeros = draw.integers(0, 16, (O, K)), draw.integers(0, 16, (O, K // SIZE))
         scales = draw.uniform(0.005, 0.02, (K // SIZE, O)).astype(np.float16)
         group = np.arange(K) // SIZE
         if act_order:
@@ -138,6 +138,34 @@ def test_missing_tensors(tmp_path, part, words):
     del tensors[f"model.layers.0.self_attn.q_proj.{part}"]
     save_file(tensors, file)
     with pytest.raises(UserError, match=words):
+        Transformer.from_pretrained(tmp_path, "cpu")
+
+
+def test_order_of_activations_without_its_groups(tmp_path):
+    folder_of(tmp_path, "gptq", act_order=True, desc_act=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: x for name, x in tensors.items() if not name.endswith("g_idx")}, file)
+    with pytest.raises(UserError, match=r"lacks .*g_idx"):
+        Transformer.from_pretrained(tmp_path, "cpu")
+
+
+def test_biases_of_zeros_are_read_and_others_refused(tmp_path):
+    """AutoGPTQ wrote a bias for each matrix, also if the model has none."""
+    expected = folder_of(tmp_path, "gptq")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name, matrix in expected.items():
+        tensors[name.replace("weight", "bias")] = np.zeros(len(matrix), np.float16)
+    save_file(tensors, file)
+    model = Transformer.from_pretrained(tmp_path, "cpu")
+    found = {name: tensor.numpy() for name, tensor in model.named_parameters()}
+    assert all(np.array_equal(found[name], matrix) for name, matrix in expected.items())
+    tensors["model.layers.0.mlp.up_proj.bias"][3] = 1
+    save_file(tensors, file)
+    with pytest.raises(
+        UserError, match=r"unexpected tensors: '?model\.layers\.0\.mlp\.up_proj\.bias"
+    ):
         Transformer.from_pretrained(tmp_path, "cpu")
 
 

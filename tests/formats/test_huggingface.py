@@ -662,7 +662,7 @@ def test_values_that_are_not_finite(folder, bad):
 def test_missing_and_extra_tensors_and_wrong_shapes_are_named(folder):
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(48)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(48)
     tensors["evil\nname" + "x" * 10**4] = torch.zeros(1)
     del tensors["model.layers.0.mlp.up_proj.weight"], tensors["lm_head.weight"]
     tensors["model.norm.weight"] = torch.zeros(7)

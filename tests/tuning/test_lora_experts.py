@@ -119,6 +119,9 @@ def test_loss_and_gradients_are_those_of_peft(folders, tmp_path, kind):
 
 
 PACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+# of single layers: one has adapters on one matrix only
+FIRST_LAYER = [f"model.layers.0.{name}" for name in PACKED]
+ONLY_ONE = [f"model.layers.{layer}.{PACKED[0]}" for layer in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +129,8 @@ PACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     [
         ("qwen3_moe", PACKED, dict(rank_pattern={"down_proj": 2}, alpha_pattern={"down_proj": 3})),
         ("mixtral", PACKED, dict(use_rslora=True)),
+        ("qwen3_moe", [*FIRST_LAYER, ONLY_ONE[1]], {}),
+        ("qwen3_moe", ONLY_ONE, {}),
         ("olmoe", PACKED[:1], {}),
         ("olmoe", PACKED[1:], {}),
     ],

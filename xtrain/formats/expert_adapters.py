@@ -49,20 +49,20 @@ def packed_updates(
     adapters: {name: tensor}. content: of adapter_config.json. ranks: adapters.Ranks
     Raises UserError for tensors of another form.
     """
-    named = [str(name).rpartition(".")[2] for name in content.get(PACKED) or ()]
+    ends = tuple(f".{name}" for name in content.get(PACKED) or ())
     for name, a in adapters.items():
         module = name.removesuffix(_A)
         b = adapters.get(module + _B)
         if module == name or b is None or not module.endswith((_INNER, _OUTER)):
             continue
         prefix = module.removesuffix(".base_layer")
-        matrix = "gate_up_proj" if module.endswith(_INNER) else "down_proj"
-        if len(named) == 1:
-            matrix = named[0]
-        parts = _MATRICES.get(matrix, ())
+        # of this module's, in the order in which peft wraps them, the innermost first
+        named = [matrix for matrix in _MATRICES if f".{prefix}.{matrix}".endswith(ends)]
+        matrix = (named or [*_MATRICES])[0 if module.endswith(_INNER) else -1]
+        parts = _MATRICES[matrix]
         r, factor = ranks.of(f"{prefix}.{matrix}")
         flat = len(a.shape) == len(b.shape) == 2
-        if not parts or not flat or a.shape[0] != b.shape[1] or a.shape[0] % r:
+        if not flat or a.shape[0] != b.shape[1] or a.shape[0] % r:
             shapes = f"{a.shape} and {b.shape}, expected rank {r} for each expert"
             raise UserError(f"{a.path}: {name} and its b have shapes {shapes}")
         E = a.shape[0] // r

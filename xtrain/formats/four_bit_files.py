@@ -9,7 +9,7 @@ A matrix w (O, K) is four tensors. Its K columns lie in groups of group_size, g(
     qweight    int32 (K / 8, O): nibble j of row i           int32 (K, O / 8): nibble j of column i
                is code[8 i + j, o]                           is code[k, 8 i + ORDER[j]]
     qzeros     int32 (groups, O / 8): nibble j of            int32 (groups, O / 8), as qweight
-               column i is zero[g, 8 i + j] - 1
+               column i is zero[g, 8 i + j] - 1 mod 16
                (checkpoint_format "gptq_v2": zero)
     g_idx      int32 (K,): g(k), in any order                none: g(k) = k // group_size
 
@@ -27,6 +27,7 @@ from .tensor_file import DTYPES, Stored
 
 KEY = "quantization_config"  # of config.json
 BITS = 4
+NIBBLE = 15
 PER_WORD = 8
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # column of a word -> where its nibble is in order
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -77,7 +78,10 @@ def _matrix(module: str, stored: dict[str, Stored], config: dict[str, Any]) -> "
     parts = {part: stored[f"{module}.{part}"] for part in PARTS if f"{module}.{part}" in stored}
     codes = parts["qweight"]
     gptq = config["quant_method"] == "gptq"
-    missing = [part for part in ("qzeros", "scales") if part not in parts]
+    needed = ["qzeros", "scales"]
+    if gptq and config.get("desc_act"):
+        needed.append("g_idx")  # without it nothing says which columns are a group
+    missing = [part for part in needed if part not in parts]
     if missing:
         raise UserError(f"{codes.path} lacks {listed([f'{module}.{missing[0]}'])}")
     if len(codes.shape) != 2:
@@ -139,7 +143,7 @@ class FourBitMatrix(Stored):
         K = self.shape[1]
         O = self.parts["scales"].shape[1]  # noqa: E741
         words = self.parts["qweight"]._in_file()
-        zeros_GO = self._columns(self.parts["qzeros"]._in_file()) + self.zero_offset
+        zeros_GO = self._columns(self.parts["qzeros"]._in_file()) + self.zero_offset & NIBBLE
         scales_GO = self.parts["scales"].read()
         if self.gptq:
             codes_KO = nibbles_of(words).swapaxes(1, 2).reshape(K, O)
@@ -165,4 +169,4 @@ class FourBitMatrix(Stored):
 def nibbles_of(words: np.ndarray) -> np.ndarray:
     """Return the four bits of int32 words, the lowest first: (..., 8) int32."""
     shifts = np.arange(PER_WORD, dtype=np.uint32) * np.uint32(BITS)
-    return (words.view(np.uint32)[..., None] >> shifts & np.uint32(15)).astype(np.int32)
+    return (words.view(np.uint32)[..., None] >> shifts & np.uint32(NIBBLE)).astype(np.int32)

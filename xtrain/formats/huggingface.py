@@ -319,7 +319,7 @@ def _check_tensors(
     stored: dict[str, Stored],
     expected: dict[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """Raise UserError unless the files hold exactly the expected tensors.
+    """Raise UserError unless the files hold the expected tensors, and else only biases of zeros.
 
     expected: {name: shape}; None: those of the config.
     """
@@ -336,7 +336,7 @@ def _check_tensors(
         _check_tied(folder, stored)
         names.remove(HEAD)
     missing = sorted(expected.keys() - names)
-    extra = sorted(names - expected.keys())
+    extra = sorted(n for n in names - expected.keys() if not _adds_nothing(n, stored[n]))
     wrong = [
         f"{name} has shape {stored[name].shape}, expected {shape}"
         for name, shape in expected.items()
@@ -349,6 +349,11 @@ def _check_tensors(
     faults += [f"wrong shapes: {listed(wrong)}"] if wrong else []
     if faults:
         raise UserError(f"{shown(folder)}: the weights do not fit {CONFIG}: {'; '.join(faults)}")
+
+
+def _adds_nothing(name: str, tensor: Stored) -> bool:
+    """Return True for a bias of zeros. AutoGPTQ writes them for matrices that have no bias."""
+    return name.endswith(".bias") and not tensor.read().any()
 
 
 def _check_tied(folder: Path, stored: dict[str, Stored]) -> None:

@@ -91,6 +91,7 @@ def quantize_weights(model: Transformer, kind: str) -> None:
 def quantize_onto(model: Transformer, kind: str, device: str, precision: Precision) -> None:
     """Move a model from the CPU to a device, its matrices quantized there one after the other.
 
+    The head stays whole: the loss of training reads it.
     precision: there. Raises UserError for weights that are not numbers, and a mixture of experts.
     """
     _refuse_experts(model, kind)

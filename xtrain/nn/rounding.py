@@ -18,6 +18,10 @@ g_n is the mean square of the loss's gradient by y_n: an error counts as much as
 the others, and hardly any influence: without g most of H is that token. SmolLM2-135M's perplexity
 of two texts: lessons/notes/quantized_weights.md.
 
+The H of all layers may take more memory than the model (Llama-3-8B: 39 GB). So the text is computed
+once for as many layers at a time as MEMORY allows, and the inputs of later layers are those that
+the rounded ones make.
+
     by hand   x = (1, 1) always, w = (0.4, 0.4), steps of 1: rounded alone both become 0, y is 0
               instead of 0.8. Here the first becomes 0 and the second 0.8, which becomes 1
 """
@@ -35,13 +39,14 @@ from ..kernels.gemm import matmul
 from ..kernels.quantize import quantize
 from ..kernels.runtime.launch import empty
 from .autograd import Function
-from .decoder import MLP, Attention
+from .decoder import MLP, Attention, Block
 from .model import Transformer
 from .modules import Linear
 from .tensor import Tensor
 
 DAMPING = 0.01  # of the mean of H's diagonal, added to it
 BLOCK = 128  # columns, after which the others are moved at once
+MEMORY = 4 * 2**30  # bytes of all H at the same time
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -94,26 +99,49 @@ class _Table:
         return getattr(self.table, name)
 
 
+def _linears(layer: Block) -> list[tuple[Any, str, Linear]]:
+    """Return (module, attribute, Linear) of the matrices that are rounded."""
+    return [
+        (module, name, item)
+        for module in (layer.self_attn, layer.mlp)
+        if type(module) in (Attention, MLP)
+        for name, item in vars(module).items()
+        if type(item) is Linear
+    ]
+
+
+def _in_turn(layers: list[Block]) -> Iterator[list[Block]]:
+    """Yield neighbouring layers, as many as MEMORY allows, at least one."""
+    group: list[Block] = []
+    size = 0
+    for layer in layers:
+        weights = [linear.weight for *_, linear in _linears(layer)]
+        own = sum(FLOAT32.itemsize * len(w.parts) * w.shape[1] ** 2 for w in weights)
+        if group and size + own > MEMORY:
+            yield group
+            group = []
+            size = 0
+        group.append(layer)
+        size += own
+    yield group
+
+
 @contextlib.contextmanager
-def _observed(model: Transformer) -> Iterator[dict[int, _Observed]]:
-    """Yield {id of a Linear: what it has seen}, which grows while the model computes."""
-    found: dict[int, _Observed] = {}
-    replaced: list[tuple[Any, str, Any]] = [(model.model, "embed_tokens", model.model.embed_tokens)]
-    for layer in model.model.layers:
-        for module in (layer.self_attn, layer.mlp):
-            if type(module) in (Attention, MLP):
-                linears = [(k, x) for k, x in vars(module).items() if type(x) is Linear]
-                replaced += [(module, name, linear) for name, linear in linears]
-    stand_ins: Any = _Table(model.model.embed_tokens)
-    for module, name, item in replaced:
-        if isinstance(item, Linear):
-            stand_ins = found[id(item)] = _Observed(item)
-        setattr(module, name, stand_ins)
+def _observed(model: Transformer, layers: list[Block]) -> Iterator[list[_Observed]]:
+    """Yield what the matrices of these layers have seen, which grows while the model computes."""
+    table = model.model.embed_tokens
+    linears = [item for layer in layers for item in _linears(layer)]
+    found = [_Observed(linear) for *_, linear in linears]
+    stand_in: Any = _Table(table)
+    model.model.embed_tokens = stand_in
+    for (module, name, _), seen in zip(linears, found):
+        setattr(module, name, seen)
     try:
         yield found
     finally:
-        for module, name, item in replaced:
-            setattr(module, name, item)
+        model.model.embed_tokens = table
+        for module, name, linear in linears:
+            setattr(module, name, linear)
 
 
 def round_weights(model: Transformer, ids_BT: np.ndarray, kind: str) -> None:
@@ -122,19 +150,25 @@ def round_weights(model: Transformer, ids_BT: np.ndarray, kind: str) -> None:
     ids: (B, T) tokens of a text like those that the model will see.
     kind: of four bits.
     """
-    with _observed(model) as observed:
-        for row in ids_BT:
-            model.loss(row[None, :-1], row[None, 1:]).backward()
-    for seen in observed.values():
-        weight = seen.linear.weight
-        w_OK = to_numpy(cast_fwd(weight.data, FLOAT32))
-        parts = np.split(w_OK, np.cumsum(seen.rows)[:-1])
-        new = [rounded(w, to_numpy(h), kind) for w, h in zip(parts, seen.h_PKK)]
-        whole = np.concatenate(new)
-        weight.data = cast_fwd(to_device(whole, model.device), weight.dtype)
-    if model.arena.trainable:
-        model.zero_grad()
-    model.arena.refresh()
+    for layers in _in_turn(model.model.layers):
+        with _observed(model, layers) as observed:
+            for row in ids_BT:
+                model.loss(row[None, :-1], row[None, 1:]).backward()
+        for seen in observed:
+            _round(seen, kind, model.device)
+        if model.arena.trainable:
+            model.zero_grad()
+        model.arena.refresh()
+
+
+def _round(seen: _Observed, kind: str, device: str) -> None:
+    """Round a matrix, and free its H."""
+    weight = seen.linear.weight
+    w_OK = to_numpy(cast_fwd(weight.data, FLOAT32))
+    parts = np.split(w_OK, np.cumsum(seen.rows)[:-1])
+    new = [rounded(w, to_numpy(h), kind) for w, h in zip(parts, seen.h_PKK)]
+    seen.h_PKK.clear()
+    weight.data = cast_fwd(to_device(np.concatenate(new), device), weight.dtype)
 
 
 def rounded(w_OK: np.ndarray, h_KK: np.ndarray, kind: str) -> np.ndarray:

@@ -94,7 +94,8 @@ class SharedOptions:
         Literal["full", "int8", "fp8", "int4", "nf4"],
         Doc(
             "int8, fp8: matrices in one byte per weight, with a scale per row; int4, nf4: in four "
-            "bits, with a scale per 128 and 64 columns, too; full: as precision says"
+            "bits, with a scale per 128 and 64 columns, too, and a head that is not the embedding in "
+            "int8; full: as precision says"
         ),
     ] = "full"
     kv_cache: KVCache = "full"

@@ -166,10 +166,9 @@ def test_bad_input():
 @pytest.mark.parametrize(
     "file, name, old, new",
     [
-        (expert_rows, "make_gather_rows_kernel", "int64((pairs[r] if pairs[r] >= 0 else 0) // K)", "int64(pairs[r] if pairs[r] >= 0 else 0)"),
-        (expert_rows, "make_gather_rows_kernel", "if pairs[r] < 0:", "if pairs[r] < -1:"),
-        (expert_rows, "make_gather_rows_kernel", "experts_T[first // TILE] < 0", "experts_T[first // TILE] < 1"),
-        (expert_rows, "make_gather_rows_kernel", "first = i * ROWS", "first = i"),
+        (expert_rows, "make_gather_rows_kernel", "int64(pair // K)", "int64(pair)"),
+        (expert_rows, "make_gather_rows_kernel", "if pair < 0:", "if pair < -1:"),
+        (expert_rows, "make_gather_rows_kernel", "experts_T[m // TILE] < 0", "experts_T[m // TILE] < 1"),
         (expert_rows, "make_sum_rows_kernel", "row[j] if k == 0 else acc[j] + row[j]", "row[j]"),
         (expert_rows, "make_sum_rows_kernel", "slot = slots_NK[n, k]", "slot = slots_NK[n, 0] + k"),
         (expert_swiglu, "make_expert_swiglu_kernel", "if pair >= 0 else float32(0.0)", "if pair >= 0 else float32(np.nan)"),

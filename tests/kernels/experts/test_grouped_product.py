@@ -151,8 +151,7 @@ def test_more_routings(use, version, routing):
 
 
 @pytest.mark.skipif(GPU, reason="the number of blocks of a GPU is given")
-def test_groups_of_blocks_take_experts_in_turn(use, monkeypatch):
-    """Two groups for three experts: 1 and 2, then 3 and none."""
+def test_a_block_computes_several_tiles(use, monkeypatch):
     dtype = use("hopper")
     monkeypatch.setattr(hopper, "multiprocessors", lambda x: 2)
     check("hopper", dtype, FIRST)
@@ -230,7 +229,6 @@ BUGS = {
     "expert of the tile before": ("make_locate", "experts[m]", "experts[max(m - 1, 0)]", WRONG, "y"),
     "off-by-one segment": ("make_locate", "e, first[e], steps", "e, first[e] + 1, steps", WRONG, "dw"),
     "stale count": ("make_locate", "counts[e] + BK", "counts[0] + BK", WRONG, "dw"),
-    "an expert twice": ("make_locate", "e = experts[turn]", "e = experts[0]", RaceError, "dw"),
     "one step too few": ("make_locate", "(K + BK - 1) // BK", "K // BK", WRONG, "y"),
     "rows of the tile before": ("make_producer", "column, k, sequence)", "row, k, sequence)", WRONG, "y"),
     "stage not waited for": ("make_producer", "mbarrier_wait(base + FREE + 8 * stage, ((it // STAGES) & 1) ^ 1)", "pass", AsyncError, "dx"),

@@ -84,6 +84,19 @@ def test_kernels_for_any_shape(N, E, K, renormalized):
     check_kernels(N, E, min(K, E), np.float32, renormalized)
 
 
+@pytest.mark.parametrize("convert", [np.asarray, to_kernel], ids=["reference", "kernel"])
+def test_weights_of_experts_without_any_probability_are_zeros(convert):
+    """A bias chooses two experts whose probabilities are 0 in float32."""
+    x = convert(np.float32([[0, 200, 0, 0], [1, 2, 3, 4]]))
+    experts, weights = routing(x, 2, True, convert(np.float32([2, 0, 2, 0])))
+    assert to_host(experts).tolist() == [[0, 2], [2, 0]]
+    assert to_host(weights)[0].tolist() == [0, 0]
+    np.testing.assert_allclose(to_host(weights)[1, 1], 1 / (1 + np.exp(2)), rtol=1e-6)
+    dw = convert(np.ones((2, 2), np.float32))
+    dx = to_host(routing_bwd(dw, x, experts, weights, True))
+    assert dx[0].tolist() == [0, 0, 0, 0]
+
+
 def check_kernels(N, E, K, dtype, renormalized):
     x, dw = normal(1, N, E, scale=2.0).astype(dtype), normal(2, N, K)
     given_x, wide_x = to_kernel(x), x.astype(np.float32)
@@ -166,7 +179,8 @@ def test_bad_input():
         ("make_choose", "free &= ~", "free |= "),
         ("make_choose", "or expert == NONE", "or False"),
         ("make_choose", "score if score == score else NEG_INF", "score"),
-        ("make_choose", "own_p / total if renormalized else own_p", "own_p"),
+        ("make_choose", "own_p / total", "own_p"),
+        ("make_choose", "or total == float32(0.0)", ""),
         ("make_routing_bwd_kernel", "u * (g - dot)", "u * g"),
         ("make_routing_bwd_kernel", "if not renormalized", "if renormalized"),
         ("make_router_loss_kernel", "lse * lse * z", "lse * z"),
@@ -181,3 +195,4 @@ def check_most():
     for renormalized in (False, True):
         check_kernels(3, 37, 4, np.float32, renormalized)
     test_ties_and_values_that_are_not_numbers(to_kernel)
+    test_weights_of_experts_without_any_probability_are_zeros(to_kernel)

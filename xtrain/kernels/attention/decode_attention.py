@@ -16,12 +16,11 @@ that it needs is not in 0 .. R - 1, o[b] = NaN, and nothing is read or written o
 
 A block reads every key and value of one key head once, for all H / G query heads that share it:
 grouped-query attention without copies. (Groups of more than 16 heads, in float32 of more than 8,
-are read several times; of heads of 256, of more than 8 and 4.) A single block would be slow for a
-long context, and few rows would leave
-most of the GPU idle. So the keys of a row are split among up to 32 blocks (flash-decoding, Dao et
-al. 2023). Each block writes m, l, acc of its keys to memory. The block that finishes last, which an
-atomic counter determines, merges them in the order of the keys, so the result does not depend on
-the order of arrival:
+are read several times; with heads of 256 those of more than 8, in float32 of more than 4.) A single
+block would be slow for a long context, and few rows would leave most of the GPU idle. So the keys
+of a row are split among up to 32 blocks (flash-decoding, Dao et al. 2023). Each block writes m, l,
+acc of its keys to memory. The block that finishes last, which an atomic counter determines, merges
+them in the order of the keys, so the result does not depend on the order of arrival:
 
     M = max m_i    o = sum_i exp(m_i - M) acc_i / sum_i exp(m_i - M) l_i
 

@@ -13,8 +13,8 @@ N K + min(E, N K) (TILE - 1), whatever the counts c_e. So one CUDA graph serves 
 no count reaches the host. Tiles behind those of the last expert are unused, -1.
 
     count   a block counts the pairs of each expert among BLOCK_PAIRS neighbouring pairs
-    scan    one block computes the prefix sums of each expert's counts over the blocks, the first
-            slots of the experts, and their order by size
+    scan    one block computes the prefix sums of each expert's counts over the blocks, and the
+            first slots of the experts
     place   the blocks of `count` read their pairs again: a pair's slot is the expert's first, plus
             the pairs of that expert in blocks, warps and lanes before it
 
@@ -53,7 +53,6 @@ class ExpertOrder(NamedTuple):
     experts_T: the expert of each tile of TILE slots; -1: the tile is unused.
     first_E: (E + 1,) the first slot of each expert, a multiple of TILE, and the end.
     counts_E: the pairs of each expert.
-    by_size_E: the experts, those with most tiles first.
     """
 
     pairs_M: Array
@@ -61,7 +60,6 @@ class ExpertOrder(NamedTuple):
     experts_T: Array
     first_E: Array
     counts_E: Array
-    by_size_E: Array
 
 
 def slots_of(N: int, K: int, E: int) -> int:
@@ -86,8 +84,7 @@ def expert_order_ref(experts_NK, E):
     slots_P[sorted_P] = slots
     experts_T = np.full(pairs_M.size // TILE, -1)
     experts_T[: first_E[-1] // TILE] = np.repeat(np.arange(E), np.diff(first_E) // TILE)
-    by_size_E = np.argsort(-np.diff(first_E), kind="stable")
-    arrays = pairs_M, slots_P.reshape(N, K), experts_T, first_E, counts_E, by_size_E
+    arrays = pairs_M, slots_P.reshape(N, K), experts_T, first_E, counts_E
     return ExpertOrder(*(a.astype(np.int32) for a in arrays))
 
 
@@ -134,7 +131,7 @@ def make_scan_kernel(E):
     EDGES = E + 1
 
     @kernel(SCAN_BLOCK)
-    def expert_scan_kernel(counts_EB, first_E, counts_E, experts_T, by_size_E):
+    def expert_scan_kernel(counts_EB, first_E, counts_E, experts_T):
         """Grid 1, block SCAN_BLOCK.
 
         counts_EB: becomes the number of pairs of the expert in the blocks before.
@@ -168,16 +165,6 @@ def make_scan_kernel(E):
         cuda.syncthreads()  # the first slots are known
         for e in range(tid, EDGES, SCAN_BLOCK):
             first_E[e] = first[e]
-        for e in range(tid, E, SCAN_BLOCK):
-            rank = int32(0)
-            low = first[0]
-            for other in range(E):
-                high = first[other + 1]
-                more = (high - low) - (first[e + 1] - first[e])
-                if more > 0 or (more == 0 and other < e):
-                    rank += 1
-                low = high
-            by_size_E[rank] = e
         for t in range(tid, experts_T.size, SCAN_BLOCK):
             low, high = (
                 int32(0),
@@ -260,12 +247,12 @@ def expert_order(experts_NK: Array, E: int) -> ExpertOrder:
         return expert_order_ref(experts_NK, E)
     new = functools.partial(empty, experts_NK, dtype=np.int32)
     M = slots_of(N, K, E)
-    order = ExpertOrder(new(M), new((N, K)), new(M // TILE), new(E + 1), new(E), new(E))
+    order = ExpertOrder(new(M), new((N, K)), new(M // TILE), new(E + 1), new(E))
     expert_P = experts_NK.reshape(-1)
     B = -(-N * K // BLOCK_PAIRS)
     counts_EB = new((E, B))
     launch(make_count_kernel(E), B, BLOCK, counts_EB, order.pairs_M, expert_P)
-    scanned = order.first_E, order.counts_E, order.experts_T, order.by_size_E
+    scanned = order.first_E, order.counts_E, order.experts_T
     launch(make_scan_kernel(E), 1, SCAN_BLOCK, counts_EB, *scanned)
     slots_P = order.slots_NK.reshape(-1)
     place = order.pairs_M, slots_P, expert_P, counts_EB, order.first_E

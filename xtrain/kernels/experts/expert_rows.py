@@ -22,12 +22,10 @@ from ..primitives.flat import (
     store,
 )
 from ..primitives.ptx import kernel
-from ..runtime.compiler import cuda, float32, int32, int64
+from ..runtime.compiler import cuda, float32, int64
 from ..runtime.cost import declare_cost
 from ..runtime.launch import FLOATS, check_array, empty, launch, on_host, wide
 from .expert_order import TILE, ExpertOrder
-
-ROWS = 4  # slots of a thread of gather: about 40 KB of each multiprocessor are then in flight
 
 
 # ----------------------------------------------------------------------------- reference
@@ -58,26 +56,19 @@ def make_gather_rows_kernel(C, K, vectorized):
 
     @kernel(BLOCK)
     def gather_rows_kernel(y, x, pairs_M, experts_T):
-        """Grid blocks_for_rows(M / ROWS, C), block BLOCK. y: flat (M C), x: flat (N C).
-
-        A thread owns the same columns of ROWS neighbouring slots.
-        """
-        pairs = cuda.local.array(ROWS, int32)
-        rows = cuda.local.array((ROWS, CHUNK), float32)
-        i, c = row_and_column()
-        first = i * ROWS
-        if first >= pairs_M.size or experts_T[first // TILE] < 0:
+        """Grid blocks_for_rows(M, C), block BLOCK. y: flat (M C), x: flat (N C)."""
+        row = cuda.local.array(CHUNK, float32)
+        m, c = row_and_column()
+        if m >= pairs_M.size or experts_T[m // TILE] < 0:
             return
-        for r in range(ROWS):  # unconditional loads, so that all are in flight at once
-            pairs[r] = pairs_M[first + r]
-            start = int64((pairs[r] if pairs[r] >= 0 else 0) // K) * C
-            load(rows[r], x, start + c, gap, start + C, vectorized)
-        for r in range(ROWS):
-            if pairs[r] < 0:
-                for j in range(CHUNK):
-                    rows[r, j] = float32(0.0)
-            m = first + r
-            store(y, m * C + c, gap, m * C + C, rows[r], vectorized)
+        pair = pairs_M[m]
+        if pair < 0:
+            for j in range(CHUNK):
+                row[j] = float32(0.0)
+        else:
+            i = int64(pair // K) * C
+            load(row, x, i + c, gap, i + C, vectorized)
+        store(y, m * C + c, gap, m * C + C, row, vectorized)
 
     declare_cost(gather_rows_kernel, nbytes=lambda y, x, *_: y.nbytes + x.nbytes)
     return gather_rows_kernel
@@ -137,7 +128,7 @@ def gather_rows(x_NC: Array, order: ExpertOrder) -> Array:
     if C:
         gather_kernel = make_gather_rows_kernel(C, K, can_vectorize_rows(C, y, x))
         where = order.pairs_M, order.experts_T
-        launch(gather_kernel, blocks_for_rows(M // ROWS, C), BLOCK, y, x, *where)
+        launch(gather_kernel, blocks_for_rows(M, C), BLOCK, y, x, *where)
     return y_MC
 
 

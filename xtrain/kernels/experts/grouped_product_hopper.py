@@ -14,11 +14,6 @@ of flash_attention_hopper_parts.py. A launch starts as many blocks as the GPU ho
 computes the tiles b, b + blocks, ... . A sum is one chain of instructions over K in groups of 16,
 which has the bits of cuBLAS's products in batch-invariant mode.
 
-The tiles of DW take as long as their expert has slots, which a routing may divide very unevenly. So
-blocks form groups, each for the tiles of one expert at a time, and the groups take the experts by
-size in turn, 0 1 2, then 5 4 3, ... . In the order of the experts, one of two groups would get the
-even ones and the other the odd ones.
-
 Shared memory: barriers | STAGES of the left operand | STAGES of the right operand | results.
 """
 
@@ -66,7 +61,6 @@ BK = PANEL  # of a step: one panel of an operand that is not transposed
 OUT = 2  # the map of the result
 HEADER = 1024  # bytes before the first tile: barriers
 STORED = 16  # rows of a box that a warp stores
-ENOUGH = 0.9  # of the blocks that the GPU holds at once
 
 
 @dataclass(frozen=True)
@@ -130,15 +124,6 @@ def layout_of(tiles: Tiles) -> Layout:
 
 
 # ----------------------------------------------------------------------------- tiles
-@device
-def in_turn(i, groups):
-    """Return i with every second group of `groups` numbers reversed: 0 1 2, 5 4 3, 6 7 8, ..."""
-    turn, group = split(i, groups)
-    if turn & 1:
-        group = groups - 1 - group
-    return int32(turn * groups + group)
-
-
 @functools.cache
 def make_locate(product: Product, tiles: Tiles):
     """Return count(rows, columns, T, E), locate(tile, order, rows, columns, K, T): the
@@ -158,11 +143,7 @@ def make_locate(product: Product, tiles: Tiles):
         blocks_n = (columns + BN - 1) // BN
         if OF_SLOTS:
             return T * blocks_n
-        each = ((rows + BM - 1) // BM) * blocks_n
-        groups, spare = split(cuda.gridDim.x, each)
-        if groups > 0 and spare == 0:
-            return ((E + groups - 1) // groups) * cuda.gridDim.x
-        return E * each
+        return E * ((rows + BM - 1) // BM) * blocks_n
 
     @device
     def locate(tile, order, rows, columns, K, T):
@@ -177,15 +158,8 @@ def make_locate(product: Product, tiles: Tiles):
                 steps = int32((K + BK - 1) // BK)
                 end = int32(first[e] + counts[e])
             return int32(m * BM), end, int32(n * BN), e, int32(0), steps
-        each = ((rows + BM - 1) // BM) * blocks_n
-        groups, spare = split(cuda.gridDim.x, each)
-        turn, rest = split(tile, each)
-        if groups > 0 and spare == 0:
-            turn = in_turn(turn, groups)
+        e, rest = split(tile, ((rows + BM - 1) // BM) * blocks_n)
         m, n = split(rest, blocks_n)
-        if turn >= counts.size:  # no expert is left for this group
-            return int32(0), int32(0), int32(0), int32(-1), int32(0), int32(0)
-        e = experts[turn]
         steps = int32((counts[e] + BK - 1) // BK)
         return int32(m * BM), int32(rows), int32(n * BN), e, first[e], steps
 
@@ -371,7 +345,7 @@ def make_consumer(product: Product, tiles: Tiles, result: Result):
             sequence = int32(0)
             if not OF_SLOTS:
                 sequence = int32(e)
-            if (OF_SLOTS or e >= 0) and (not ADDED or steps > 0):
+            if not ADDED or steps > 0:
                 store_tile(base, acc, maps, row, column, sequence)
             tile = int32(tile + cuda.gridDim.x)
         stores_done()
@@ -397,9 +371,8 @@ def make_kernel(product: Product, tiles: Tiles, result: Result):
 
     @kernel(CONSUMERS + 128, PER_SM, **SM_90A)
     def grouped_product_hopper_kernel(maps, experts, first, counts, rows, columns, K, T, E):
-        """Grid: any, see launch_product for DW. maps: tensor maps of the left and right operand and
-        of the result; experts: of tiles, for DW by size; rows, columns: of the result, of one
-        expert for DW.
+        """Grid: any. maps: tensor maps of the left and right operand and of the result;
+        rows, columns: of the result, of one expert for DW.
         """
         order = experts, first, counts
         base = shared_base()
@@ -461,13 +434,7 @@ def launch_product(
     shared = layout_of(tiles).total
     kernel = make_kernel(product, tiles, result)
     grid = min(blocks, multiprocessors(out) * tiles.blocks)
-    experts = order.experts_T
-    if not product.of_slots:
-        experts = order.by_size_E
-        each = blocks // E
-        whole = grid // each * each
-        grid = whole if whole >= ENOUGH * grid else grid
     sizes = rows, columns, left.shape[1], T, E
-    args = maps, experts, order.first_E, order.counts_E, *map(np.int32, sizes)
+    args = maps, order.experts_T, order.first_E, order.counts_E, *map(np.int32, sizes)
     overlap = can_overlap(out)
     launch(kernel, grid, 128 * (tiles.warpgroups + 1), *args, shared=shared, overlap=overlap)

@@ -7,9 +7,10 @@
                dx_e = u_e (g_e - sum_k dw_k w_k)
 
 With a bias b (E,) the K largest p_e + b_e are chosen, but b does not change the weights: it is
-moved after each step so that the experts get equally many tokens (Wang et al. 2024). The choice has
-no gradient. Of equal scores the lower expert comes first, on every device; NaN counts as the lowest
-score, so K different experts are chosen in any case, and the weights are NaN.
+moved after each step so that the experts get equally many tokens (Wang et al. 2024). If the p of
+all that it chooses are 0, so are the renormalized weights. The choice has no gradient. Of equal
+scores the lower expert comes first, on every device; NaN counts as the lowest score, so K different
+experts are chosen in any case, and the weights are NaN.
 
 Two terms of the training loss, with c_e the number of pairs of expert e, a constant:
 
@@ -69,7 +70,8 @@ def routing_ref(x_NE, K, renormalized, bias_E=None):
     experts_NK = np.argsort(-scores_NE, 1, kind="stable")[:, :K]
     weights_NK = np.take_along_axis(p_NE, experts_NK, 1)
     if renormalized:
-        weights_NK /= weights_NK.sum(1, keepdims=True)
+        total_N1 = weights_NK.sum(1, keepdims=True)
+        weights_NK /= np.where(total_N1 == 0, 1, total_N1).astype(total_N1.dtype)
     return experts_NK.astype(np.int32), weights_NK
 
 
@@ -184,9 +186,11 @@ def make_choose(E, K, renormalized, biased):
                 own_expert = expert
                 own_p = p
             total += p
+        if not renormalized or total == float32(0.0):
+            total = float32(1.0)
         if lane < K:
             experts_NK[n, lane] = own_expert
-            weights_NK[n, lane] = own_p / total if renormalized else own_p
+            weights_NK[n, lane] = own_p / total
 
     return read, choose, STEPS
 
