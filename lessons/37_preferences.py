@@ -482,7 +482,7 @@ lesson.figures.curves(
 # Now a transformer. The task of [lesson 26](26_policy_gradients.ipynb): three digits, and an answer with the digits
 # sorted up or down, half and half.
 
-# %%
+# %% tags=["varies"]
 import copy
 
 from xtrain.nn import functional as F
@@ -544,7 +544,7 @@ print("up {:.2f}, down {:.2f}, neither {:.2f}".format(*shares(frozen)))
 # The judges prefer *up*, but are wrong in every fifth pair. A batch has 64 pairs, 128 rows: chosen and rejected
 # answers, one after the other. The loss is yours; `with_gradient` carries its slopes to the weights, as in lesson 26:
 
-# %%
+# %% tags=["varies"]
 WRONG = 0.2
 
 
@@ -638,7 +638,7 @@ for name, mine in (("dpo", dpo(now, before, 0.3)), ("simpo", simpo(now, tokens, 
 # And the other losses, on the same task with the same wrong pairs:
 
 
-# %%
+# %% tags=["varies"]
 def of_library(name, beta):
     """A loss of the library as `train` calls it."""
     options = SimpleNamespace(beta=beta, label_smoothing=0.0, target_margin=1.0)
