@@ -9,13 +9,11 @@ Sizes are those of the files as a server with gzip sends them.
 
 import argparse
 import contextlib
-import datetime
 import functools
 import gzip
 import http.server
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -24,9 +22,9 @@ import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
+from _records import append  # noqa: E402
 from chromium import PROGRAM, Browser  # noqa: E402
 
 from xtrain import lesson  # noqa: E402
@@ -88,7 +86,6 @@ def seconds(address: str, script: str) -> dict[str, float]:
 
 def record(name: str, value: float, unit: str, ms: float = 0.0) -> None:
     """Append one line to results/bench_browser.jsonl, and print it."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     lock = json.loads((ROOT / "lessons/browser/package-lock.json").read_text(encoding="utf-8"))
     versions = {
         "chromium": subprocess.run([PROGRAM, "--version"], capture_output=True, text=True).stdout.strip(),
@@ -109,17 +106,9 @@ def record(name: str, value: float, unit: str, ms: float = 0.0) -> None:
         "peer_value": None,
         "ratio": None,
         "peak_gb": None,
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
-        "gpu": None,
         "versions": versions,
-        "commit": os.environ.get("XTRAIN_COMMIT") or commit.stdout.strip() or "unknown",
-        "date": datetime.date.today().isoformat(),
     }
-    folder = Path(os.environ.get("XTRAIN_RESULTS", RESULTS))
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "bench_browser.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    append(line)
     print(f"{name}: {value} {unit}")
 
 

@@ -10,7 +10,6 @@ same run; wall_ratio compares the wall times (`load`: of the machine).
 """
 
 import argparse
-import datetime
 import json
 import os
 import platform
@@ -18,13 +17,12 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numba
 import numpy as np
+from _records import append
 from numba import cuda, float32
 
-RESULTS = Path(__file__).parent / "results"
 TILE = 16
 DEPTH = 64
 THREADS = 256
@@ -141,7 +139,6 @@ def in_a_process(blocks: int, repeat: int, processes: int = 1, **environment) ->
 
 def record(name: str, threads: int, seconds: float, peer: str, peer_value: float, **more) -> None:
     """Append one line to results/bench_simulator.jsonl, and print it."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     value = threads / seconds
     line = {
         "bench": "bench_simulator",
@@ -157,21 +154,13 @@ def record(name: str, threads: int, seconds: float, peer: str, peer_value: float
         "peak_gb": None,
         "threads": threads,
         **more,
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
-        "gpu": None,
         "versions": {
             "python": platform.python_version(),
             "numpy": np.__version__,
             "numba": numba.__version__,
         },
-        "commit": os.environ.get("XTRAIN_COMMIT") or commit.stdout.strip() or "unknown",
-        "date": datetime.date.today().isoformat(),
     }
-    folder = Path(os.environ.get("XTRAIN_RESULTS", RESULTS))
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "bench_simulator.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    append(line)
     print(f"{name}: {value:,.0f} threads/s, {line['ratio']} x {peer} ({peer_value:,.0f})")
 
 

@@ -251,7 +251,7 @@ def cases(width: str, N: int, T: int = T) -> dict[str, Callable[[], Case]]:
 def both_passes(function: Callable, case: Case, calls: int = 1) -> Callable[[], list[torch.Tensor]]:
     """Return a function that computes results and gradients, of several calls in one backward pass.
 
-    Each run has leaves of its own: the gradient of a leaf belongs to the stream of its first use, and
+    Each run has new leaves: the gradient of a leaf belongs to the stream of its first use, and
     that must be the stream that is captured.
     """
 

@@ -35,11 +35,11 @@ MEGABYTES = 15  # of the first load, compressed: what a reader waits for
 def made():
     """The files that the site's build makes: their content by path."""
     if shutil.which("npm") is None:
-        pytest.skip("needs npm")  # Pyodide and NumPy come from its registry
+        pytest.skip("needs npm")  # it fetches Pyodide and NumPy; without them no page can be made
     try:
         return hook.site_files()
     except UserError as error:
-        pytest.skip(str(error))  # no network, and nothing in the cache
+        pytest.skip(str(error))  # npm has no network here and the cache is empty: nothing to test
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def attempts():
 def verdicts_in_pyodide(given, folder, tmp_path):
     """What in_browser.check says of each (exercise, name of the file, its text)."""
     if shutil.which("node") is None:
-        pytest.skip("needs Node.js")  # runs Pyodide without a browser
+        pytest.skip("needs Node.js")  # it runs Pyodide; the tests in Chromium check fewer verdicts
     cases = tmp_path / "cases.json"
     cases.write_text(json.dumps([(e.number, text, stem, 1) for e, stem, text in given]))
     program = ROOT / "tests/helpers/verdicts.mjs"

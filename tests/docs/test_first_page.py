@@ -34,9 +34,7 @@ def site(tmp_path_factory):
     try:
         hook("browser").packages()
     except UserError as error:
-        pytest.skip(
-            f"needs Python for the browser, which npm fetches: {error}"
-        )  # nothing else holds Pyodide
+        pytest.skip(f"needs Pyodide: {error}")  # npm fetches it; nothing else runs Python in a page
     folder = build(tmp_path_factory.mktemp("first_page"), PAGES, python=True)
     with served(folder) as address:
         yield SimpleNamespace(folder=folder, address=address)

@@ -28,9 +28,7 @@ def ask():
     """What the formulas of the page give: ask([[name, argument, ...], ...])."""
     node = shutil.which("node")
     if node is None:
-        pytest.skip(
-            "needs Node.js, which runs the formulas of the page"
-        )  # nothing else runs JavaScript without a page
+        pytest.skip("needs Node.js")  # nothing else runs the page's formulas without a page
 
     def run(asked):
         done = subprocess.run(

@@ -1,6 +1,6 @@
 """Ranks on two hosts: bootstrap, clocks apart, a host that is lost, a network that is cut.
 
-A host is an entry of mpirun's -hosts. Where the test may make them (root, on Linux), each is in namespaces of its own:
+A host is an entry of mpirun's -hosts. Where the test may make them (root, on Linux), each is in separate namespaces:
 network, host name, processes, shared memory, clock; a bridge joins their networks. Only MPICH's mpirun is tested.
 """
 
@@ -97,14 +97,14 @@ def start(environment, hosts, launcher, *command):  # noqa: F811
 @pytest.fixture
 def hosts(tmp_path):
     if os.geteuid() or not (shutil.which("ip") and shutil.which("unshare")):
-        pytest.skip("network namespaces need root, ip and unshare")
+        pytest.skip("needs root, ip and unshare")  # they make the namespaces that stand for hosts
     made = Hosts(tmp_path)
     try:
         made.make()
     except subprocess.CalledProcessError as error:
         made.remove()
-        # a container, even as root
-        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+        reason = error.stderr.decode().strip()
+        pytest.skip(f"no namespaces: {reason}")  # a container may refuse them, even to root
     yield made
     made.remove()
 

@@ -36,7 +36,7 @@ def add_one_kernel(y, x):
     y[cuda.threadIdx.x] = x[cuda.threadIdx.x] + float32(1.0)
 
 
-# of torch_cases; attention has a test of its own
+# of torch_cases; attention has a separate test
 REPEATED = [
     "rmsnorm",
     "residual_rmsnorm",

@@ -10,7 +10,7 @@ flash_attention.py first.
                are half a warp
 
 Heads of more than WIDE channels have no room for K and V at once: they take turns in one tile. There
-is no backward kernel for them; gemm_attention.py computes their gradients.
+are no backward kernels for them; gemm_attention.py computes their gradients.
 
 Each product is a small matrix product from shared memory with its results in registers. Between the
 two products of a tile, p (or ds) passes through shared memory, because the second product needs
