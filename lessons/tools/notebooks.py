@@ -150,9 +150,9 @@ def old_source(path: Path, root: Path = LESSONS.parent) -> str | None:
             for line in shown.splitlines():
                 if line.strip() not in text and not re.fullmatch(r"# \S+\.py", line):
                     return f"{path.stem}.ipynb shows code that the library no longer has: {line}"
-        elif not code.splitlines()[-1].startswith("lesson.source("):
+        elif not code.splitlines()[-1].strip().startswith("lesson.source("):
             continue
-        for source in sources if only else sources[-1:]:
+        for source in sources:
             if _dense(source) not in whole:
                 return f"{path.stem}.ipynb shows an outdated version of: {_dense(source).splitlines()[0]}"
     return None

@@ -558,7 +558,9 @@ def test_a_notebook_that_shows_old_code_is_noticed(tmp_path):
         '"""Squares.\n\n    y = x x\n"""\n\n\ndef square_ref(x):\n    return x * x\n'
     )
     cell = lambda source, *lines: {"cell_type": "code", "source": source, "outputs": [{"name": "stdout", "text": [line + "\n" for line in lines]}]}  # fmt: skip
-    code = cell("lesson.source(square_ref)", "# xtrain/kernels/square.py", "def square_ref(x):", "    return x * x")  # fmt: skip
+    shown = ("# xtrain/kernels/square.py", "def square_ref(x):", "    return x * x")
+    code = cell("lesson.source(square_ref)", *shown)
+    loop = cell("ops = [square_ref]\nfor op in ops:\n    lesson.source(op)", *shown)
     doc, other = (
         cell("print(square.__doc__)", "Squares.", "", "    y = x x", ""),
         cell("print(3 * 3)", "9"),
@@ -572,6 +574,8 @@ def test_a_notebook_that_shows_old_code_is_noticed(tmp_path):
     library.write_text(library.read_text().replace("x**2", "x * x").replace("y = x x", "y = x^2"))
     assert find() == "01_squares.ipynb shows code that the library no longer has:     y = x x"
     library.write_text(library.read_text().replace("y = x^2", "y = x x").replace("    return", "    x = +x\n    return"))  # fmt: skip
+    assert find() == "01_squares.ipynb shows an outdated version of: def square_ref(x):"
+    notebook.write_text(json.dumps({"cells": [loop]}))
     assert find() == "01_squares.ipynb shows an outdated version of: def square_ref(x):"
 
 
