@@ -127,20 +127,24 @@ def only_two_layers_are_whole(folder):
 
 
 def validation_and_samples(folder):
-    """All ranks take part; the last batch has rows for some of them only."""
+    """All ranks take part; the last batch has rows for some of them only, and these are all that counts."""
+    mixture = dict(n_experts=4, experts_per_token=2)
     found = {}
     for zero in (1, 3):
         ranks = some_ranks(3)
-        run = make_run(folder, ranks, batch=9, eval_batches=40, zero=zero)
-        rows = [len(ids) for ids, _ in run.corpus.val_batches(40, 9, 16)]
-        assert rows[-1] < 9, rows
+        kind = dict(batch=12, eval_batches=40, mixture=mixture)
+        run = make_run(folder, ranks, zero=zero, **kind)
+        rows = [len(ids) for ids, _ in run.corpus.val_batches(40, 12, 16)]
+        assert rows[-1] == 6, "four, two and no rows"
+        before = *run.validate(), run.expert_loads
         run.step()
         numbers = run.validate()
         if zero == 3 or ranks.rank == 0:
-            found[zero] = (*numbers, run.sample())
+            found[zero] = before, numbers, run.sample()
         run.close()
     if WORLD.rank == 0:
-        np.testing.assert_allclose(found[3][:2], found[1][:2], rtol=1e-6)
+        assert found[3][0] == found[1][0], "of the same weights"
+        np.testing.assert_allclose(found[3][1], found[1][1], rtol=1e-6)
         assert found[3][2] == found[1][2]
     wait()
 
