@@ -312,7 +312,8 @@ class DataParallel(SingleDevice):
         With ZeRO also if a rank's weights or moments have changed between two updates.
         """
         fp8 = self.model.fp8
-        arrays = [self.model.arena.weights]
+        arena = self.model.arena
+        arrays = [arena.weights]
         if isinstance(optimizer, ShardedAdamW):
             arrays = optimizer.in_use()
             changed = self.ranks.gather(bool(to_numpy(optimizer.changed)[0]))
@@ -326,6 +327,8 @@ class DataParallel(SingleDevice):
                     f"that machine's memory, and resume from a checkpoint of step {before} or "
                     "earlier"
                 )
+        if isinstance(arena, ShardedArena):
+            arrays.append(arena.assigned())
         self.ranks.check_identical(arrays + ([] if fp8 is None else [fp8.scale_S]), step)
 
     def sum_over_owners(self, values: list[float]) -> list[float]:

@@ -229,6 +229,23 @@ def a_bad_step(folder):
             wait()
 
 
+def shares_of_two_models_are_noticed(folder):
+    """Each rank has read another model, and what is gathered of their shares is the same on all."""
+    ranks = some_ranks(2)
+    if ranks is not None:
+        run = make_run(folder, ranks, zero=3)
+        run.parallel.compare_weights(run.optimizer, 0)
+        weight = run.model.model.layers[1].mlp.down_proj.weight
+        weight.data = np.full(weight.shape, ranks.rank, np.float32)
+        try:
+            run.parallel.compare_weights(run.optimizer, 0)
+        except UserError as error:
+            assert "the parameters of rank 1 differ" in str(error), error
+        else:
+            raise AssertionError("a mixture of two models was not noticed")
+    wait()
+
+
 def a_flipped_bit_is_noticed(folder):
     """In the share of one rank, of which no other has a copy."""
     ranks = some_ranks(2)
@@ -257,5 +274,6 @@ CHECKS = [
     resumed_exactly,
     its_report,
     a_bad_step,
+    shares_of_two_models_are_noticed,
     a_flipped_bit_is_noticed,
 ]
