@@ -39,6 +39,10 @@ class Gathering:
         self.arena = arena
         self.collectives = collectives
         self.layers = arena.layers
+        if len(self.layers) != len(model.model.layers):  # they are gathered by their numbers
+            raise UserError(
+                "with --zero 3 every layer needs matrices that no other layer has: use --zero 1"
+            )
         self.gathers: dict[Unit, Any] = {}
         self.sums: dict[int, Any] = {}
         self.old_marks: list[Any] = []
