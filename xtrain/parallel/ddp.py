@@ -366,7 +366,7 @@ class DataParallel(SingleDevice):
             yield optimizer
             return
         optimizer.restore()
-        yield optimizer.gather_moments()
+        yield optimizer.gather_moments(self.report_progress)
         optimizer.release()
 
     def load(self, saved: saved_runs.Saved, optimizer: AdamW) -> None:

@@ -197,6 +197,21 @@ def resumed_exactly(folder):
             assert (whole / name).read_bytes() == (halves / name).read_bytes(), name
 
 
+def a_checkpoint_reports_progress(folder):
+    """Between machines it may take longer than --watchdog until rank 0 has all of it."""
+    ranks = some_ranks(2)
+    if ranks is not None:
+        for zero, arrays in ((1, 2), (3, 3)):
+            run = make_run(folder, ranks, zero=zero)
+            slices = run.optimizer.slices
+            beats = []
+            run.parallel.report_progress = lambda beats=beats: beats.append(1)
+            run.snapshot({})
+            assert len(beats) == 1 + arrays * len(slices), zero
+            run.close()
+    wait()
+
+
 def its_report(folder):
     """Rank 0 writes it alone, without the model, of which it has a share; `xtrain report` completes it."""
     ranks = some_ranks(2)
@@ -272,6 +287,7 @@ CHECKS = [
     passes_between_steps,
     elastic,
     resumed_exactly,
+    a_checkpoint_reports_progress,
     its_report,
     a_bad_step,
     shares_of_two_models_are_noticed,
