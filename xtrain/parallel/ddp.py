@@ -216,7 +216,7 @@ class DataParallel(SingleDevice):
         else:
             self.collectives = HostCollectives(ranks, arena, bf16)
         if isinstance(arena, ShardedArena):
-            self.gathering = Gathering(model, self.collectives)
+            self.gathering = Gathering(model, self.collectives, self.report_progress)
             self.stage: Any = Gathered(self.gathering)
         elif config.zero == 3:
             raise UserError("--zero 3 needs a model that was made for it: use --zero 1")

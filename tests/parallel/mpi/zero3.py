@@ -5,6 +5,7 @@ mpirun -n 3 python together.py FOLDER zero3
 
 import json
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 from common import WORLD, divided, options, some_ranks, wait
@@ -137,10 +138,15 @@ def validation_and_samples(folder):
         rows = [len(ids) for ids, _ in run.corpus.val_batches(40, 12, 16)]
         assert rows[-1] == 6, "four, two and no rows"
         before = *run.validate(), run.expert_loads
+        beats = []
+        run.parallel.watchdog = SimpleNamespace(beat=lambda beats=beats: beats.append(1))
         run.step()
         numbers = run.validate()
         if zero == 3 or ranks.rank == 0:
+            beats.clear()
             found[zero] = before, numbers, run.sample()
+            tokens = run.config.sample_tokens
+            assert len(beats) == (tokens * run.model.config.n_layers if zero == 3 else 0)
         run.close()
     if WORLD.rank == 0:
         assert found[3][0] == found[1][0], "of the same weights"
