@@ -265,6 +265,8 @@ class DataParallel(SingleDevice):
     def watch(self, run: Run) -> Watchdog:
         # the same seed and libraries must have given the same weights
         self.compare_weights(run.optimizer, 0)
+        # among these are checksums of the teacher's and the reference's weights
+        self.ranks.check_same(run.resume_options(), "the same models")
         step_in_progress = lambda: run.done + 1
         self.watchdog = Watchdog(self.config.watchdog, self.ranks, step_in_progress)
         if self.guard is not None:
