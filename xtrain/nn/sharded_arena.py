@@ -113,7 +113,7 @@ class Unit:
             raise ValueError(f"a parameter of shape {shape} cannot hold data of {values.shape}")
         copy_share(self.master, self.own_start, self.own_end, offset, values)
         whole = np.ascontiguousarray(to_numpy(values)).reshape(-1)
-        self.assigned = zlib.crc32(whole.view(np.uint8), self.assigned)
+        self.assigned = zlib.crc32(whole.view(np.uint8).data, self.assigned)
         self.buffer.holds = None
         self.version.count += 1
 
