@@ -479,8 +479,8 @@ lesson.source(ddp.Flat)
 
 # %% [markdown]
 # Here is your 15.3 in the library: autograd calls `added` after every addition. The first backward
-# only counts the uses. `progress` gives MPI a chance to work, because MPI makes progress only
-# inside its calls.
+# only counts the uses, and rank 0 decides the order in which all ranks send: collectives are matched
+# by it. `progress` gives MPI a chance to work, because MPI makes progress only inside its calls.
 
 # %%
 lesson.source(ddp.Overlap.added)

@@ -368,7 +368,7 @@ class ParallelOptions(RunOptions):
         )
         need(
             not self.sharded or self.dp != "none",
-            "--zero 1 needs the gradients of all ranks: choose another --dp than none",
+            f"--zero {self.zero_stage} needs the gradients of all ranks: choose another --dp than none",
         )
         if self.zero == 3:
             self._check_zero_3()

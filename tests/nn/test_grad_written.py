@@ -20,6 +20,7 @@ from xtrain.nn.arena import Arena
 from xtrain.nn.modules import Linear, RMSNorm
 from xtrain.nn.tensor import Tensor
 from xtrain.parallel.ddp import STAGES, buckets
+from xtrain.training.single_process import SINGLE_PROCESS
 
 SHAPE = dict(
     vocab_size=61, dim=16, n_layers=2, n_heads=2, head_dim=8, hidden_dim=24, max_seq_len=16
@@ -481,6 +482,8 @@ def test_a_capture_that_fails():
 # ----------------------------------------------------------------------------- gradients that travel
 class Journal:
     """Collectives that keep what they would send. Like the real ones they have the array from the start."""
+
+    ranks = SINGLE_PROCESS
 
     def __init__(self, arena):
         self.grads, self.sent = arena.grads, {}

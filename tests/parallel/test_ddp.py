@@ -25,6 +25,7 @@ from xtrain.nn.model import Transformer
 from xtrain.parallel.ddp import STAGES, buckets
 from xtrain.run_options import DP_STAGES
 from xtrain.train import train
+from xtrain.training.single_process import SINGLE_PROCESS
 
 HERE = Path(__file__).parent
 TEXT = HERE.parent / "data" / "grammar.txt"
@@ -355,6 +356,8 @@ def test_buckets(world, nbytes):
 
 class Journal:
     """Collectives that record their calls, and the gradients at the time of each."""
+
+    ranks = SINGLE_PROCESS
 
     def __init__(self, grads):
         self.grads, self.events, self.then, self.idle = grads, [], {}, []

@@ -9,6 +9,7 @@ from xtrain.errors import UserError
 from xtrain.kernels.cast import cast_into
 from xtrain.nn.autograd import no_grad
 from xtrain.nn.model import Transformer
+from xtrain.nn.modules import Module
 from xtrain.nn.optim import AdamW
 from xtrain.nn.sharded_arena import Share, Unit
 from xtrain.parallel.gathering import Gathered, Gathering
@@ -281,6 +282,25 @@ def test_a_layer_behind_frozen_ones_is_refused():
         p.requires_grad = False
     with pytest.raises(UserError, match="layer 1 is trained"):
         model.loss(IDS[:, :-1], IDS[:, 1:])
+
+
+@pytest.mark.parametrize("other", [lambda layers: layers[0], lambda layers: Empty()])
+def test_layers_that_are_no_units_are_refused(other):
+    """One that is there twice, one without a matrix: the next would get the weights of another layer."""
+
+    class Changed(Transformer):
+        def new_arena(self, *kind):
+            self.model.layers[1] = other(self.model.layers)
+            return super().new_arena(*kind)
+
+    model = Changed(ModelConfig(**SHAPE, n_layers=3), 0, share=Share(0, 1))
+    with pytest.raises(UserError, match="every layer needs matrices that no other layer has"):
+        Gathering(model, OneRank())
+
+
+class Empty(Module):
+    def __call__(self, h_NC, sequences):
+        return h_NC
 
 
 def test_codes_of_fp8_are_refused():

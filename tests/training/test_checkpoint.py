@@ -24,7 +24,7 @@ from xtrain.errors import UserError
 from xtrain.formats import manifest, saved_runs, tensor_file
 from xtrain.formats.manifest import verify
 from xtrain.train import main
-from xtrain.training import checkpoint
+from xtrain.training import checkpoint, loop
 from xtrain.training import checkpoint_writer as writer
 from xtrain.training.run import Run
 from xtrain.training.run_log import RunLog
@@ -597,6 +597,17 @@ def test_too_little_room_is_said_at_the_start(tmp_path, monkeypatch):
         text = said.export_text()
         assert bool(words) == ("has room for" in text) and re.search(words, text), (free, keep)
     monkeypatch.setattr(shutil, "disk_usage", usage)
+
+
+def test_too_little_memory_for_a_checkpoint_is_said_at_the_start(tmp_path, monkeypatch):
+    """The copies of rank 0 are made at the first checkpoint, maybe hours after the start."""
+    folder = run(tmp_path, steps=4, stop_at=2)
+    size = (folder / "checkpoints/step-000002/optimizer.safetensors").stat().st_size * 3 // 2
+    for free, said_once in ((size * 0.9, True), (size * 1.1, False), (None, False)):
+        monkeypatch.setattr(loop, "free_memory", lambda free=free: free)
+        said = Console(record=True, width=1000)
+        run(tmp_path, said, steps=4, stop_at=2, resume=True)
+        assert ("copied to the memory of this machine" in said.export_text()) == said_once, free
 
 
 def failing_write(monkeypatch, steps, code):

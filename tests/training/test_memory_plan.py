@@ -208,6 +208,23 @@ def test_the_parts_of_a_plan():
     assert "forward" in ways[: ways.index("backward")] and ways[-1] == ""
 
 
+def test_a_meta_array_has_as_many_rows_as_an_array(meta):
+    rows = list(meta[0].empty((3, 2)))
+    assert [row.shape for row in rows] == [(2,)] * 3
+    assert rows[0][-2].shape == ()
+    with pytest.raises(IndexError):
+        rows[0][2]
+
+
+def test_the_biases_of_routers_are_planned():
+    mixture = dict(n_experts=4, experts_per_token=2)
+    plain, biased = (
+        plan(ModelConfig(**vars(SMALL) | mixture | {"expert_bias": bias}), 4, 32).kinds
+        for bias in (False, True)
+    )
+    assert biased["weights"] - plain["weights"] == SMALL.n_layers * 4 * 64  # ALIGN
+
+
 def test_less_is_less():
     peaks = [plan(SMALL, 8, 32, recompute=mode).peak for mode in ("none", "attention", "block")]
     assert peaks[0] > peaks[1] > peaks[2]

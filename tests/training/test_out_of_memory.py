@@ -232,6 +232,8 @@ def test_ranks_share_a_machine(tmp_path):
         check_fits(config, model, "cpu", two)
     alone, shared = needed(config, model, "cpu"), needed(config, model, "cpu", two)
     assert shared.kinds["moments"] == alone.kinds["moments"] // 2
+    copies = "copies for a checkpoint"  # of rank 0, from the memory of both
+    assert shared.kinds[copies] == alone.kinds[copies] // 2
     assert "of 2 ranks" in explain(config, model, "cpu", two)[0]
 
 

@@ -22,13 +22,14 @@ Bytes of a rank, with R ranks, N parameters in layers, M outside and n in the la
 
 import itertools
 import math
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..device import Array, is_gpu, to_device, zeros_on
+from ..device import Array, is_gpu, to_device, to_numpy, zeros_on
 from ..errors import UserError
 from ..kernels.cast import BFLOAT16
 from .arena import ALIGN, Arena, arena_unit, view_of
@@ -74,6 +75,8 @@ class Unit:
     has_sum: whether summed holds a gradient of this step.
     gaps: ranges of grads that no matrix covers.
     version: counts assignments.
+    assigned: checksum of the tensors that were assigned. Each rank has kept its share of them, so no
+        comparison of weights shows whether they were the same on all ranks.
     """
 
     start: int
@@ -91,6 +94,7 @@ class Unit:
     gaps: list[tuple[int, int]]
     version: Version
     has_sum: bool = False
+    assigned: int = 0
 
     def check_gathered(self) -> None:
         """Raise UserError unless the weights are whole on this rank."""
@@ -108,6 +112,8 @@ class Unit:
         if values.shape != shape:
             raise ValueError(f"a parameter of shape {shape} cannot hold data of {values.shape}")
         copy_share(self.master, self.own_start, self.own_end, offset, values)
+        whole = np.ascontiguousarray(to_numpy(values)).reshape(-1)
+        self.assigned = zlib.crc32(whole.view(np.uint8).data, self.assigned)
         self.buffer.holds = None
         self.version.count += 1
 
@@ -235,6 +241,10 @@ class ShardedArena(Arena):
             parameter._grad = view_of(unit.grads, at, shape)
             parameter.grad_written = True  # zeros
             parameter.version = self.version
+
+    def assigned(self) -> np.ndarray:
+        """Return Unit.assigned of all units, which must be the same on all ranks."""
+        return np.array([unit.assigned for unit in self.units], np.uint32)
 
     def zero_unwritten_grads(self) -> None:
         """Zero the gradients not written since zero_grad, of the units that are always whole."""

@@ -4,7 +4,7 @@ to the fastest."""
 import contextlib
 import functools
 import platform
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -88,6 +88,10 @@ class Overlap(NoSync):
     When is a gradient complete? A parameter may be used several times (a tied embedding is), so the
     first backward counts how often each gradient is added to; from the second on, a gradient is
     complete at that count.
+
+    All ranks start the slices in the order in which the first backward of rank 0 completed them,
+    because collectives are matched by their order. A slice that is complete earlier waits: on a
+    rank whose backward skips a parameter others may be.
     """
 
     def __init__(self, model, collectives, slices, zero):
@@ -95,6 +99,7 @@ class Overlap(NoSync):
         self.choose_slices()
         # parameter -> additions to its gradient in one backward; empty before the first one
         self.uses: Counter[Parameter] = Counter()
+        self.order = list(range(len(self.slices)))
         self.slices_of: dict[Parameter, list[int]] = {}
         for _, p in model.storage():
             overlapping = [a < p.offset + p.size and p.offset < b for a, b in self.slices]
@@ -107,7 +112,9 @@ class Overlap(NoSync):
         self.start = self.collectives.all_reduce
 
     def backward(self, loss, last):
-        self.seen: Counter[Parameter] = Counter()  # parameter -> additions so far
+        # parameter -> additions so far; the order of the keys is that of the last ones
+        self.seen: Counter[Parameter] = Counter()
+        self.waiting = deque(self.order)  # slices to start
         # slice -> its parameters that are not complete
         self.incomplete = Counter(i for slices in self.slices_of.values() for i in slices)
         self.sending = last and bool(self.uses)
@@ -118,14 +125,24 @@ class Overlap(NoSync):
         if last:
             self.model.arena.zero_unwritten_grads()  # the collectives read its memory
             # in the first step all slices, later those that backward did not reach
-            for i in sorted(+self.incomplete):
+            for i in self.waiting:
                 self.start(*self.slices[i], idle=True)
             self.collectives.join()
-            self.uses = self.uses or self.seen
+            if not self.uses:
+                self.uses = self.seen
+                self.order = self.collectives.ranks.on_rank_0(self.order_of_completion)
+
+    def order_of_completion(self) -> list[int]:
+        """Return the slices in the order in which backward has completed them, last those that it
+        did not reach."""
+        at = {i: k for k, p in enumerate(self.seen) for i in self.slices_of[p]}
+        missing = self.slices_of.keys() - self.seen.keys()
+        unreached = {i for p in missing for i in self.slices_of[p]}
+        return sorted(self.order, key=lambda i: (i in unreached, at.get(i, 0)))
 
     def added(self, p: Parameter) -> None:
         """Autograd calls this after every addition to p's gradient."""
-        self.seen[p] += 1
+        self.seen[p] = self.seen.pop(p, 0) + 1
         if not self.sending:
             return
         if self.seen[p] > self.uses[p]:
@@ -138,8 +155,9 @@ class Overlap(NoSync):
         if self.seen[p] == self.uses[p]:
             for i in self.slices_of[p]:
                 self.incomplete[i] -= 1
-                if self.incomplete[i] == 0:
-                    self.start(*self.slices[i], idle=self.additions_left == 0)
+            while self.waiting and self.incomplete[self.waiting[0]] == 0:
+                i = self.waiting.popleft()
+                self.start(*self.slices[i], idle=self.additions_left == 0)
         self.collectives.progress()
 
 
@@ -216,7 +234,7 @@ class DataParallel(SingleDevice):
         else:
             self.collectives = HostCollectives(ranks, arena, bf16)
         if isinstance(arena, ShardedArena):
-            self.gathering = Gathering(model, self.collectives)
+            self.gathering = Gathering(model, self.collectives, self.report_progress)
             self.stage: Any = Gathered(self.gathering)
         elif config.zero == 3:
             raise UserError("--zero 3 needs a model that was made for it: use --zero 1")
@@ -247,6 +265,8 @@ class DataParallel(SingleDevice):
     def watch(self, run: Run) -> Watchdog:
         # the same seed and libraries must have given the same weights
         self.compare_weights(run.optimizer, 0)
+        # among these are checksums of the teacher's and the reference's weights
+        self.ranks.check_same(run.resume_options(), "the same models")
         step_in_progress = lambda: run.done + 1
         self.watchdog = Watchdog(self.config.watchdog, self.ranks, step_in_progress)
         if self.guard is not None:
@@ -312,7 +332,8 @@ class DataParallel(SingleDevice):
         With ZeRO also if a rank's weights or moments have changed between two updates.
         """
         fp8 = self.model.fp8
-        arrays = [self.model.arena.weights]
+        arena = self.model.arena
+        arrays = [arena.weights]
         if isinstance(optimizer, ShardedAdamW):
             arrays = optimizer.in_use()
             changed = self.ranks.gather(bool(to_numpy(optimizer.changed)[0]))
@@ -326,6 +347,8 @@ class DataParallel(SingleDevice):
                     f"that machine's memory, and resume from a checkpoint of step {before} or "
                     "earlier"
                 )
+        if isinstance(arena, ShardedArena):
+            arrays.append(arena.assigned())
         self.ranks.check_identical(arrays + ([] if fp8 is None else [fp8.scale_S]), step)
 
     def sum_over_owners(self, values: list[float]) -> list[float]:
@@ -363,7 +386,7 @@ class DataParallel(SingleDevice):
             yield optimizer
             return
         optimizer.restore()
-        yield optimizer.gather_moments()
+        yield optimizer.gather_moments(self.report_progress)
         optimizer.release()
 
     def load(self, saved: saved_runs.Saved, optimizer: AdamW) -> None:

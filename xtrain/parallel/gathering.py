@@ -31,14 +31,25 @@ class Gathering:
     arena: its ShardedArena.
     gathers: marks of the gathers in flight.
     sums: of each buffer, the mark of the last sum of its gradients, if nothing has waited for it.
+    report_progress: is called before each layer: a sample gathers all of them for each token.
     """
 
-    def __init__(self, model: Transformer, collectives: Any):
+    def __init__(
+        self,
+        model: Transformer,
+        collectives: Any,
+        report_progress: Callable[[], None] = lambda: None,
+    ):
         arena = model.arena
         assert isinstance(arena, ShardedArena)
         self.arena = arena
         self.collectives = collectives
+        self.report_progress = report_progress
         self.layers = arena.layers
+        if len(self.layers) != len(model.model.layers):  # they are gathered by their numbers
+            raise UserError(
+                "with --zero 3 every layer needs matrices that no other layer has: use --zero 1"
+            )
         self.gathers: dict[Unit, Any] = {}
         self.sums: dict[int, Any] = {}
         self.old_marks: list[Any] = []
@@ -79,6 +90,7 @@ class Gathering:
 
     def need(self, i: int) -> None:
         """Make what follows wait for the weights of layer i."""
+        self.report_progress()
         unit = self.layers[i]
         self.start(unit)
         if unit in self.gathers:

@@ -18,6 +18,7 @@ divided as for AdamW, and the traffic is the same. A moving average of the weigh
 the moments.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,18 +190,21 @@ class ShardedAdamW(AdamW):
         stats = norm_and_factor(self.collectives.gather_1(square), max_norm)
         return stats[:1], stats[1:]
 
-    def gather_moments(self) -> SimpleNamespace:
+    def gather_moments(self, report_progress: Callable[[], None]) -> SimpleNamespace:
         """m, v and ema of the whole arena in host memory on rank 0 (None elsewhere), and t. Every
-        rank must call it."""
-        m = self._gathered(self.m)
-        v = self._gathered(self.v)
+        rank must call it.
+
+        report_progress: is called after each slice, which may take long between machines.
+        """
+        m = self._gathered(self.m, report_progress)
+        v = self._gathered(self.v, report_progress)
         if self.ema is None:
             ema = None
         else:
-            ema = self._gathered(self.ema)
+            ema = self._gathered(self.ema, report_progress)
         return SimpleNamespace(m=m, v=v, ema=ema, t=self.t)
 
-    def _gathered(self, own_n: Array) -> np.ndarray | None:
+    def _gathered(self, own_n: Array, report_progress: Callable[[], None]) -> np.ndarray | None:
         """Return what the ranks own, as in the arena, on rank 0: one slice after the other, so that
         no message is large."""
         ranks = self.collectives.ranks
@@ -212,6 +216,7 @@ class ShardedAdamW(AdamW):
             n = sum(end - start for start, end in own)
             parts = ranks.gather_on_rank_0(to_numpy(own_n[first : first + n]))
             first += n
+            report_progress()
             for rank, part_n in enumerate(parts or ()):
                 at = 0
                 for start, end in self.collectives.own(self.arena.grads, a, b, rank):

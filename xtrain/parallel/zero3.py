@@ -4,6 +4,7 @@ It reads and writes the master weights only. What lies outside the layers is sen
 its update, a layer when it is needed (gathering.py).
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,8 +84,8 @@ class Zero3AdamW(ShardedAdamW):
         self.arena.refresh()
         return [unit.weights for unit in self.gathering.arena.whole]
 
-    def gather_moments(self) -> SimpleNamespace:
+    def gather_moments(self, report_progress: Callable[[], None]) -> SimpleNamespace:
         """As ShardedAdamW.gather_moments, with the weights."""
-        whole = super().gather_moments()
-        whole.weights = self._gathered(self.arena.master)
+        whole = super().gather_moments(report_progress)
+        whole.weights = self._gathered(self.arena.master, report_progress)
         return whole

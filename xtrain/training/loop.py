@@ -22,6 +22,7 @@ from ..device import device_name, to_numpy
 from ..errors import FunctionError, UserError
 from ..formats import saved_runs
 from ..kernels.runtime.launch import set_debug
+from ..machine import free_memory
 from ..nn.fp8 import Fp8Scales
 from ..nn.model import Transformer
 from ..run_options import RunOptions
@@ -486,12 +487,19 @@ def _checkpoint_bytes(run: Run) -> int:
 
 
 def _warn_of_little_room(run: Run, path: Path, warn: Callable[[str], None]) -> None:
+    """Warn if a checkpoint has too little room on the disk, or in the memory of this machine."""
     c = run.config
+    needed = _checkpoint_bytes(run)
     left = -(-(c.steps - run.done) // (c.save_every or c.steps))
-    if left and (
-        sentence := checkpoint.too_little_room(path, _checkpoint_bytes(run), c.keep, left)
-    ):
+    if left and (sentence := checkpoint.too_little_room(path, needed, c.keep, left)):
         warn(sentence)
+    free = free_memory()
+    if left and free is not None and free < needed:
+        warn(
+            f"a checkpoint is copied to the memory of this machine before it is written, "
+            f"{needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free: the first one may end the run, "
+            "make room"
+        )
 
 
 def _introduce(console: Console, path: Path, run: Run, begin: Start) -> None:

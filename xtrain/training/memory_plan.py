@@ -337,6 +337,8 @@ class MetaArray:
             if isinstance(index, slice):
                 shape.append(len(range(*index.indices(n))))
                 strides.append(stride * (index.step or 1))
+            elif not -n <= index < n:  # ends `for row in array`
+                raise IndexError(f"index {index} is out of bounds for an axis of {n}")
         return MetaArray(self.allocation, tuple(shape), self.dtype, tuple(strides))
 
     def __setitem__(self, where, value) -> None:

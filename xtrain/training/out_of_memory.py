@@ -143,14 +143,16 @@ def _on_cpu(c: Any, model: ModelConfig, planned: dict[str, int], ranks: SinglePr
                 in_passes[name] //= shards
     state = {name: in_passes[name] for name in STATE if name in in_passes}
     copies = {}
-    if ranks.world == 1:  # otherwise only one of them writes checkpoints
-        copied = sum(state.get(name, 0) for name in ("weights", *MOMENTS))
-        copies = {"copies for a checkpoint": copied}
+    if ranks.world == ranks.local_world:  # else the memory of rank 0's machine is not known here
+        saved = sum(planned.get(name, 0) for name in ("weights", *MOMENTS))
+        copies = {"copies for a checkpoint": saved // ranks.world}  # rank 0 makes all of them
     kept = {}
-    if 0 < c.save_every < min(c.steps, c.stop_at or c.steps):  # for the next one
+    if (
+        0 < c.save_every < min(c.steps, c.stop_at or c.steps)
+    ):  # one is written during the next steps
         kept = copies
     at_one_time = [in_passes | kept, state | copies]
-    if c.optimizer == "adamw":
+    if c.optimizer == "adamw" and shards == 1:  # a shard of a slice is small
         temporaries = 3 * state["moments"] // 2
         at_one_time.append(state | kept | {"temporaries of AdamW": temporaries})
     most = max(at_one_time, key=lambda kinds: sum(kinds.values()))

@@ -49,13 +49,6 @@ def each_array(batch: Any, function: Callable[[Any], Any]) -> Any:
     return type(batch)(*(None if array is None else function(array) for array in batch))
 
 
-def padded(batch: Batch, rows: int) -> Batch:
-    """Return a batch with this many rows: the new ones have no targets."""
-    missing = rows - batch.ids.shape[0]
-    fill = lambda x, value: np.pad(x, ((0, missing), (0, 0)), constant_values=value)
-    return Batch(fill(batch.ids, 0), fill(batch.targets, IGNORE))
-
-
 class StepAbandoned(UserError):
     """A step that cannot be made. The run is in the state after the step before, on every rank: it
     is saved, then the run ends with this error.
@@ -332,38 +325,45 @@ class Run:
         Of a mixture of experts, also set expert_loads.
         """
         with expert_loads(self.model.config) as loads:
-            numbers = self._validate()
+            own_sums, fewer_passes, a_row = self._validate()
+        if self.parallel.zero == 3:  # the other ranks need this one for as many passes as they make
+            for _ in range(fewer_passes):
+                self.parallel.report_progress()
+                self.loss(a_row)
+        nats, tokens, lengths = self.ranks.sum(own_sums)
+        self.val_loss = self.done, nats / tokens
         names = list(loads)
         sums = self.ranks.sum(np.array([loads[name] for name in names], float).reshape(-1).tolist())
         rows = np.array(sums, int).reshape(len(names), -1).tolist() if names else []
         self.expert_loads = dict(zip(names, rows))
-        return numbers
+        return nats / tokens, nats / np.log(2) / max(lengths, 1)
 
     def _validate(self):
+        """Return [nats, tokens, their bytes] of this rank's rows, by how many forward passes they are
+        fewer than those of a rank with all rows, and a row."""
         c = self.config
         ranks = self.ranks
         nats = 0.0
         tokens = 0.0
         lengths = 0.0
+        fewer_passes = 0
         share = c.batch // ranks.world
         own_rows = slice(share * ranks.rank, share * (ranks.rank + 1))
         for arrays in self.corpus.val_batches(c.eval_batches, c.batch, c.seq_len):
             batch = Batch(*arrays)
-            if self.parallel.zero == 3:
-                batch = padded(batch, c.batch)
-            batch = each_array(batch, itemgetter(own_rows))
-            for part, _ in self.micro_batches(batch):
+            a_row = each_array(batch, itemgetter(slice(1)))
+            fewer_passes += share // c.micro_batch
+            # the last batch may have fewer rows
+            for part, _ in self.micro_batches(each_array(batch, itemgetter(own_rows))):
                 self.parallel.report_progress()
                 counted = part.targets[part.targets != IGNORE]
-                # the last batch may have fewer rows
-                if not counted.size and self.parallel.zero < 3:
+                if not counted.size:
                     continue
+                fewer_passes -= 1
                 nats += self.loss(part).item() * counted.size
                 tokens += counted.size
                 lengths += int(self.corpus.token_lengths[counted].sum())
-        nats, tokens, lengths = ranks.sum([nats, tokens, lengths])
-        self.val_loss = self.done, nats / tokens
-        return nats / tokens, nats / np.log(2) / max(lengths, 1)
+        return [nats, tokens, lengths], fewer_passes, a_row
 
     def report_validation(self, log: Any) -> None:
         """Validate, and log the result. log: RunLog or NullRunLog."""

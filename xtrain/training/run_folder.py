@@ -25,7 +25,8 @@ from ..device import device_name, resolve_device
 from ..errors import UserError
 from ..files import Busy, Journal, cannot_write, digest, owned, write_whole
 from ..formats import saved_runs
-from ..formats.manifest import MANIFEST
+from ..formats.adapters import base_folder
+from ..formats.manifest import MANIFEST, sampled_digest
 from ..formats.saved_runs import Saved
 from ..json_files import read_json
 from ..option_files import is_whole_share
@@ -117,16 +118,30 @@ def check_seen(folder: RunFolder, ranks: SingleProcess) -> RunFolder:
     if folder.saved:
         path = folder.saved.folder
         manifest = path / MANIFEST
-        digests = ranks.gather(digest(manifest) if manifest.is_file() else None)
-        for rank, seen in enumerate(digests):
-            if seen != digests[0]:
-                sees = "sees another"
-                if seen is None:
-                    sees = "does not see"
-                raise UserError(
-                    f"rank {rank} {sees} {path}: give a folder --out that all machines share"
-                )
+        seen = digest(manifest) if manifest.is_file() else None
+        _check_same(path, seen, "a folder --out that all machines share", ranks)
     return folder
+
+
+def check_same_model(path: Path, ranks: SingleProcess) -> None:
+    """Raise UserError, on every rank, if a rank does not see the model of rank 0 in a folder.
+
+    Adapters and what else is trained are compared in memory before the first step, but not frozen
+    weights, and with ZeRO-3 each rank keeps a share of those that it has read.
+    """
+    seen = None
+    with contextlib.suppress(UserError):  # the base of adapters may be missing
+        seen = sampled_digest(path), sampled_digest(base_folder(path))
+    _check_same(path, seen, "a model that all machines have", ranks)
+
+
+def _check_same(path: Path, seen: Any, needed: str, ranks: SingleProcess) -> None:
+    """Raise UserError, on every rank, unless all have seen the same there. None: it is not there."""
+    first, *others = ranks.gather(seen)
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            sees = "does not see" if other is None else "sees another"
+            raise UserError(f"rank {rank} {sees} {path}: give {needed}")
 
 
 def refuse_another_model(options: RunOptions, folder: RunFolder) -> None:

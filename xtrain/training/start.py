@@ -79,6 +79,8 @@ def decide(options: RunOptions, ranks: SingleProcess, reads_text: bool, warn: Wa
     ranks.on_rank_0(lambda: check_installed(config.log))
     folder = ranks.on_rank_0(lambda: run_folder.choose(config, options.name, warn))
     run_folder.check_seen(folder, ranks)
+    if source := folder.saved.folder if folder.saved else config.init:
+        run_folder.check_same_model(Path(source), ranks)
     run_folder.refuse_another_model(options, folder)
     config = run_folder.with_first_options(config, folder)
     model = _known_shape(config, shape, folder.saved)

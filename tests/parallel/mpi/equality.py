@@ -16,6 +16,7 @@ from xtrain.errors import UserError
 from xtrain.kernels.muon import newton_schulz_flops
 from xtrain.nn import deferred, functions, loss_functions
 from xtrain.nn.model import Transformer
+from xtrain.nn.modules import Module
 from xtrain.nn.optim import AdamW, Muon
 from xtrain.nn.sharded_arena import Share
 from xtrain.parallel.collectives import HostCollectives
@@ -124,6 +125,33 @@ def tied_embeddings_recompute_and_ignored_targets(folder):
     compare(folder, (4,), variants, tied=True)
     compare(folder, (4,), variants, recompute="block")
     compare(folder, (4,), variants, some_ignored=True)
+
+
+class Sometimes(Module):
+    """A module that is left out where skips() is true."""
+
+    def __init__(self, module, skips):
+        self.module = module
+        self.skips = skips
+
+    def __call__(self, x_NC):
+        return x_NC * 1.0 if self.skips() else self.module(x_NC)
+
+
+def a_rank_that_skips_layers(folder):
+    """Its slices are complete in another order, and collectives are matched by their order."""
+    ranks = some_ranks(2)
+    if ranks is not None:
+        found = []
+        for how in (dict(dp="flat"), dict(dp="overlap"), dict(zero=0), dict(zero=1)):
+            run = make_run(folder, ranks, n_layers=3, bucket_mb=0.01, **how)
+            for layer in run.model.model.layers[1:]:
+                skips = lambda run=run: ranks.rank == 1 and run.done % 2 == 1
+                layer.mlp = Sometimes(layer.mlp, skips)
+            found.append(some_steps(run))
+        for numbers, _ in found[1:]:
+            np.testing.assert_allclose(numbers[:, 0], found[0][0][:, 0], rtol=1e-6)
+    wait()
 
 
 def three_ranks(folder):
@@ -402,6 +430,7 @@ CHECKS = [
     every_stage_with_and_without_zero,
     accumulation,
     tied_embeddings_recompute_and_ignored_targets,
+    a_rank_that_skips_layers,
     three_ranks,
     muon,
     experts,

@@ -9,9 +9,12 @@ from pathlib import Path
 
 from common import SHAPE, TEXT, WORLD
 
+from xtrain.config import ModelConfig
 from xtrain.ddp import main
 from xtrain.files import cannot_write
+from xtrain.nn.model import Transformer
 from xtrain.training import checkpoint
+from xtrain.training.run import Run
 
 GOOD = {
     "data": TEXT, "name": "run", "vocab-size": 300, "steps": 3, "batch": 4, "seq-len": 16, **SHAPE,
@@ -81,10 +84,18 @@ def what_is_not_the_same_everywhere(folder):
         (an_empty_folder, {"out": "runs", "resume": True}, f"rank 2 does not see {SAVED}: {share}"),
         (another_run, {"out": "runs", "resume": True}, f"rank 2 sees another {SAVED}: {share}"),
         (only_the_options, {"out": "runs", "resume": True, "stop-at": 1}, None),
+        (
+            another_model,
+            {"out": "runs", "name": "on", "init": "base", "zero": 3},
+            "rank 2 sees another base: ",
+        ),
+        (no_model, {"out": "runs", "name": "on", "init": "base"}, "rank 2 does not see base: "),
     ]:
         given = {**GOOD, **options}
         if "resume" in options:  # the others are those of the run, which only rank 0 and 1 see
             given = {**{k: GOOD[k] for k in ("data", "name", "device")}, **options}
+        if "init" in options:
+            given = {k: x for k, x in given.items() if k not in (*SHAPE, "vocab-size")}
         arguments = [f"--{k}={v}" if v is not True else f"--{k}" for k, v in given.items()]
         said = io.StringIO()
         with (
@@ -123,9 +134,31 @@ def another_run():
         (SAVED / "manifest.json").write_text("{}")
 
 
+def another_model():
+    config = ModelConfig(vocab_size=300, dim=64, n_layers=2, n_heads=1, head_dim=64, max_seq_len=16)
+    Transformer(config, WORLD.rank // 2).save_pretrained("base")
+
+
+def no_model():
+    if WORLD.rank == 2:
+        shutil.rmtree("base")
+
+
 def only_the_options():
     """The run was stopped before its first checkpoint: it does not matter who sees its folder."""
     shutil.rmtree(SAVED.parent if WORLD.rank == 0 else "runs")
+
+
+def another_teacher(folder):
+    """What decides the numbers and is read after the options were compared."""
+    options_of = Run.resume_options
+    Run.resume_options = lambda run: options_of(run) | {"teacher": f"{WORLD.rank // 2}"}
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        code = main([f"--{k}={v}" for k, v in {**GOOD, "out": folder / "teacher"}.items()])
+    Run.resume_options = options_of
+    sentence = "rank 2 has teacher 1, rank 0 has 0: all ranks need the same models"
+    assert code == 2 and (WORLD.rank > 0 or sentence in said.getvalue()), said.getvalue()
 
 
 def the_last_checkpoint_cannot_be_written(folder):
@@ -141,7 +174,7 @@ def the_last_checkpoint_cannot_be_written(folder):
             return write(folder, snapshot)
 
         checkpoint.write = fails
-        given = {**GOOD, "out": folder / f"full{i}", "save-every": 1, "steps": 3, "zero": i}
+        given = {**GOOD, "out": folder / f"full{i}", "save-every": 1, "steps": 3, "zero": 3 * i}
         said = io.StringIO()
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
             code = main([f"--{k}={v}" for k, v in given.items()])
@@ -157,5 +190,6 @@ def the_last_checkpoint_cannot_be_written(folder):
 CHECKS = [
     everything_is_said_once,
     what_is_not_the_same_everywhere,
+    another_teacher,
     the_last_checkpoint_cannot_be_written,
 ]

@@ -5,6 +5,7 @@ mpirun -n 3 python together.py FOLDER zero3
 
 import json
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 from common import WORLD, divided, options, some_ranks, wait
@@ -127,20 +128,29 @@ def only_two_layers_are_whole(folder):
 
 
 def validation_and_samples(folder):
-    """All ranks take part; the last batch has rows for some of them only."""
+    """All ranks take part; the last batch has rows for some of them only, and these are all that counts."""
+    mixture = dict(n_experts=4, experts_per_token=2)
     found = {}
     for zero in (1, 3):
         ranks = some_ranks(3)
-        run = make_run(folder, ranks, batch=9, eval_batches=40, zero=zero)
-        rows = [len(ids) for ids, _ in run.corpus.val_batches(40, 9, 16)]
-        assert rows[-1] < 9, rows
+        kind = dict(batch=12, eval_batches=40, mixture=mixture)
+        run = make_run(folder, ranks, zero=zero, **kind)
+        rows = [len(ids) for ids, _ in run.corpus.val_batches(40, 12, 16)]
+        assert rows[-1] == 6, "four, two and no rows"
+        before = *run.validate(), run.expert_loads
+        beats = []
+        run.parallel.watchdog = SimpleNamespace(beat=lambda beats=beats: beats.append(1))
         run.step()
         numbers = run.validate()
         if zero == 3 or ranks.rank == 0:
-            found[zero] = (*numbers, run.sample())
+            beats.clear()
+            found[zero] = before, numbers, run.sample()
+            tokens = run.config.sample_tokens
+            assert len(beats) == (tokens * run.model.config.n_layers if zero == 3 else 0)
         run.close()
     if WORLD.rank == 0:
-        np.testing.assert_allclose(found[3][:2], found[1][:2], rtol=1e-6)
+        assert found[3][0] == found[1][0], "of the same weights"
+        np.testing.assert_allclose(found[3][1], found[1][1], rtol=1e-6)
         assert found[3][2] == found[1][2]
     wait()
 
@@ -193,6 +203,21 @@ def resumed_exactly(folder):
             assert (whole / name).read_bytes() == (halves / name).read_bytes(), name
 
 
+def a_checkpoint_reports_progress(folder):
+    """Between machines it may take longer than --watchdog until rank 0 has all of it."""
+    ranks = some_ranks(2)
+    if ranks is not None:
+        for zero, arrays in ((1, 2), (3, 3)):
+            run = make_run(folder, ranks, zero=zero)
+            slices = run.optimizer.slices
+            beats = []
+            run.parallel.report_progress = lambda beats=beats: beats.append(1)
+            run.snapshot({})
+            assert len(beats) == 1 + arrays * len(slices), zero
+            run.close()
+    wait()
+
+
 def its_report(folder):
     """Rank 0 writes it alone, without the model, of which it has a share; `xtrain report` completes it."""
     ranks = some_ranks(2)
@@ -225,6 +250,23 @@ def a_bad_step(folder):
             wait()
 
 
+def shares_of_two_models_are_noticed(folder):
+    """Each rank has read another model, and what is gathered of their shares is the same on all."""
+    ranks = some_ranks(2)
+    if ranks is not None:
+        run = make_run(folder, ranks, zero=3)
+        run.parallel.compare_weights(run.optimizer, 0)
+        weight = run.model.model.layers[1].mlp.down_proj.weight
+        weight.data = np.full(weight.shape, ranks.rank, np.float32)
+        try:
+            run.parallel.compare_weights(run.optimizer, 0)
+        except UserError as error:
+            assert "the parameters of rank 1 differ" in str(error), error
+        else:
+            raise AssertionError("a mixture of two models was not noticed")
+    wait()
+
+
 def a_flipped_bit_is_noticed(folder):
     """In the share of one rank, of which no other has a copy."""
     ranks = some_ranks(2)
@@ -251,7 +293,9 @@ CHECKS = [
     passes_between_steps,
     elastic,
     resumed_exactly,
+    a_checkpoint_reports_progress,
     its_report,
     a_bad_step,
+    shares_of_two_models_are_noticed,
     a_flipped_bit_is_noticed,
 ]
