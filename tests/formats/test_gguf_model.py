@@ -12,7 +12,7 @@ import xtrain.export
 import xtrain.generate
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
-from xtrain.formats.gguf_model import merges_of
+from xtrain.formats.gguf_model import NEUTRAL, merges_of
 from xtrain.formats.gguf_names import PRE_TOKENIZERS
 from xtrain.formats.huggingface import open_weights, read_config
 from xtrain.formats.saved_runs import model_folder
@@ -236,8 +236,8 @@ def test_what_cannot_be_read_is_one_sentence(tokenizer, tmp_path):
         ("llama.expert_count", 8, "xtrain reads experts of qwen3moe, not of llama"),
         ("llama.rope.scaling.type", "yarn", "its RoPE scaling has no factor"),
         ("llama.rope.scaling.type", "longrope", "its RoPE scaling is 'longrope'"),
-        ("llama.rope.scaling.alpha", 2.0, "its RoPE scaling has alpha"),
-        ("llama.attention.causal", False, "its attention is not causal"),
+        *((f"llama.{key}", 2.0, f"its {key} is 2.0, which xtrain does not support") for key in NEUTRAL),
+        ("llama.attention.causal", False, "its attention.causal is False"),
         ("split.count", 3, "one of 3 files of a model: join them"),
         ("tokenizer.chat_template.tool/../../x", "text", r"'tool/\.\./\.\./x' is not a name of a chat template"),
         ("tokenizer.ggml.model", "bert", "its tokenizer is 'bert', xtrain reads gpt2 and llama"),

@@ -51,8 +51,23 @@ CLASSES = {
 RULES = 2  # by which folders are made: a larger number makes those in the cache anew
 LAYERS_27B = 62  # by which llama.cpp knows Gemma 3 27B, whose scores have another scale
 ROPE_FACTORS = "rope_freqs.weight"
-# keys of RoPE scalings that xtrain lacks
-OTHER_SCALING = ("alpha", "yarn_log_multiplier", "yarn_ext_factor", "yarn_attn_factor")
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # key -> the values that change nothing; others are refused
+    "attention.causal": (True,),
+    "attention.scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_weights_scale": (0, 1),
+    "expert_weights_norm": (True,),
+    "expert_gating_func": (0, 1),
+    "rope.scaling.alpha": (0,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "rope.scaling.yarn_ext_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+}
 LLAMA3_TURNS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all models of Meta
 EPSILON = "attention.layer_norm_rms_epsilon"
 REQUIRED = {  # key of the file, after the name of the architecture: key of config.json
@@ -254,8 +269,12 @@ def _config(file: _File) -> dict[str, Any]:
         raise file.refused("its values have another width than its keys")
     if file.own("rope.dimension_count", width) != width:
         raise file.refused("RoPE rotates only a part of each head")
-    if file.get(f"{file.architecture}.attention.causal", True) is not True:
-        raise file.refused("its attention is not causal")
+    for key, allowed in NEUTRAL.items():
+        value = file.get(f"{file.architecture}.{key}", allowed[0])
+        if value not in allowed:
+            raise file.refused(
+                f"its {key} is {one_line(repr(value))}, which xtrain does not support"
+            )
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise file.refused("it has no token_embd.weight, a matrix")
@@ -298,7 +317,6 @@ def _gemma3(file: _File, config: dict[str, Any]) -> dict[str, Any]:
         LOCAL_THETA: file.own_number("rope.freq_base_swa", 10000.0),
         "sliding_window": file.own("attention.sliding_window"),
         "sliding_window_pattern": file.own("attention.sliding_window_pattern", 6),
-        "final_logit_softcapping": file.own_number("final_logit_softcapping"),
     }
 
 
@@ -314,9 +332,6 @@ def _window(file: _File) -> dict[str, Any]:
 
 
 def _rope_scaling(file: _File, width: int) -> dict[str, Any] | None:
-    for key in OTHER_SCALING:
-        if file.own_number(f"rope.scaling.{key}") is not None:
-            raise file.refused(f"its RoPE scaling has {key}")
     # as in llama.cpp: a factor without a type is that of linear scaling, also under its older key
     kind = file.get(f"{file.architecture}.rope.scaling.type", "linear")
     factor = file.own_number("rope.scaling.factor", file.own_number("rope.scale_linear"))
