@@ -3,6 +3,7 @@
 The table of lessons/howto/models.md is made here, from the models that these tests compare.
 """
 
+import copy
 import json
 from pathlib import Path
 
@@ -61,10 +62,19 @@ PUBLISHED = {
 EVERY = pytest.mark.parametrize("name", PUBLISHED)
 
 
-def published(name, folder):
+def keys_of(name, changes):
+    """-> {key: value} of a config.json, without the keys that are None in `changes`"""
+    kind, usual, _ = PUBLISHED[name]
+    removed = {key for key, x in changes.items() if x is None}
+    keys = {"model_type": kind} | SIZE | usual | changes
+    # a copy, because transformers changes rope_scaling
+    return copy.deepcopy({key: x for key, x in keys.items() if key not in removed})
+
+
+def published(name, folder, **changes):
     """Write a tiny random model of transformers. -> the model: fp32, eager attention"""
-    kind, changes, _ = PUBLISHED[name]
-    config = AutoConfig.for_model(kind, **(SIZE | changes))
+    kind = PUBLISHED[name][0]
+    config = AutoConfig.for_model(**keys_of(name, changes))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     for parameter in model.parameters():
@@ -290,11 +300,8 @@ def test_layer_types_mean_what_they_mean_in_transformers(name, kind, tmp_path):
 
 def test_the_balance_loss_of_one_layer(tmp_path):
     """transformers multiplies means over all layers; of one layer, that is the loss of Switch."""
-    kind, changes, note = PUBLISHED[QWEN3_MOE]
     one = dict(num_hidden_layers=1, mlp_only_layers=[], router_aux_loss_coef=0.3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PUBLISHED, QWEN3_MOE, (kind, changes | one, note))
-        theirs = published(QWEN3_MOE, tmp_path)
+    theirs = published(QWEN3_MOE, tmp_path, **one)
     ids = np.random.default_rng(1).integers(0, 61, (2, 40))
     inputs = torch.from_numpy(ids)
     loss = theirs(inputs, labels=inputs, output_router_logits=True).loss
@@ -316,6 +323,40 @@ def test_the_balance_loss_of_one_layer(tmp_path):
         gradient = known[path][1]
         error = np.linalg.norm(to_host(parameter.grad) - gradient)
         assert error <= 1e-4 * np.linalg.norm(gradient), path
+
+
+VARIATIONS = [  # what other folders have in config.json; None: the key is removed
+    ("Llama 2, TinyLlama, Yi, SmolLM, SmolLM2", dict(num_key_value_heads=1, head_dim=8, rms_norm_eps=0.01, pretraining_tp=2)),
+    ("Llama 2, TinyLlama, Yi, SmolLM, SmolLM2", dict(rope_scaling=dict(type="dynamic", factor=2.0), max_position_embeddings=32)),
+    ("Llama 2, TinyLlama, Yi, SmolLM, SmolLM2", dict(rope_scaling=dict(LLAMA3, type="llama3"), rope_theta=500.0)),
+    ("Llama 3, 3.1, 3.2, R1-Distill-Llama", dict(rope_scaling=None, rope_parameters=dict(LLAMA3, rope_theta=700.0))),
+    ("Qwen2.5 and Qwen3 with long context", dict(rope_scaling=dict(YARN, mscale=1.0, mscale_all_dim=0.5))),
+    ("Qwen2.5 and Qwen3 with long context", dict(rope_scaling=dict(YARN, mscale=0.7, beta_fast=8))),
+    ("Qwen2.5 and Qwen3 with long context", dict(rope_scaling=dict(type="yarn", factor=4.0), original_max_position_embeddings=32)),
+    ("Qwen2.5 and Qwen3 with long context", dict(rope_scaling=None, rope_parameters=dict(YARN, attention_factor=1.3, rope_theta=300.0))),
+    ("Qwen2 and Qwen3 with windows", dict(layer_types=["sliding_attention", "full_attention"] * 2, max_window_layers=0)),
+    ("Granite 3", dict(tie_word_embeddings=False, attention_multiplier=None, logits_scaling=2)),
+    ("Gemma 3 (text)", dict(rope_scaling=None, rope_parameters=dict(full_attention=dict(YARN, rope_theta=500.0)))),
+    ("Gemma 3 (text)", dict(layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"])),
+    (QWEN3_MOE, dict(norm_topk_prob=False, mlp_only_layers=None, decoder_sparse_step=2, num_experts_per_tok=3)),
+    (QWEN3_MOE, dict(norm_topk_prob=None, use_sliding_window=True, sliding_window=9)),
+    ("OLMoE", dict(norm_topk_prob=True, num_key_value_heads=4)),
+    ("Mixtral", dict(sliding_window=None, num_experts_per_tok=1, rope_theta=None, rope_parameters=None)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, changes", VARIATIONS)
+def test_what_other_folders_have_in_their_config(name, changes, tmp_path):
+    published(name, tmp_path, **changes)
+    # without what transformers 5 adds
+    (tmp_path / "config.json").write_text(json.dumps(keys_of(name, changes)))
+    ids = np.random.default_rng(1).integers(0, 61, (2, 40))
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    expected = logits_of(again.eval(), ids)
+    found = to_host(Transformer.from_pretrained(tmp_path, DEVICE)(ids).data)
+    assert np.abs(found - expected).max() <= 1e-5 * max(1, np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", [QWEN3_MOE, "OLMoE", "Mixtral"])
