@@ -40,9 +40,11 @@ from .tokenizer_files import (
     check_added_tokens,
     config_of,
     read_companions,
+    rows_of,
     special_names,
     token_text,
     with_prefix_space,
+    without_rows,
 )
 
 END_OF_TEXT = "<|endoftext|>"
@@ -181,8 +183,11 @@ class Tokenizer:
         return cls(backend)
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
+    def load(cls, path: str | Path, model: Path | None = None) -> "Tokenizer":
         """Load a tokenizer.json, or the one in a folder.
+
+        model: the folder of its model, if it is another one. Added tokens that the model does not
+        have are left out.
 
         Raises UserError if it is missing or cannot be used.
         """
@@ -208,6 +213,9 @@ class Tokenizer:
             config = config_of(companions, path.parent)
             text = with_prefix_space(text, config)
             backend = tokenizers.Tokenizer.from_str(text.decode())
+            if rows := rows_of(model or path.parent):
+                backend, companions = without_rows(backend, companions, rows)
+                config = config_of(companions, path.parent)
             check_added_tokens(config, backend)
             return cls(backend, _end_of_text(config, backend), companions)
         except UserError as error:
