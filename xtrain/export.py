@@ -73,7 +73,7 @@ def write_folder(
         raise UserError(f"{out} holds the model: give another folder")
     if dtype == "auto":
         dtype = stored_dtype(base)
-    tokenizer = Tokenizer.load(source_of(folder, "tokenizer.json"))
+    tokenizer = Tokenizer.load(source_of(folder, "tokenizer.json"), base)
     device = "cpu" if calibration is None else resolve_device("auto")
     model = Transformer.from_pretrained(folder, device, trainable=False, change=change)
     if calibration is not None:

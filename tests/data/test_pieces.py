@@ -82,6 +82,8 @@ def a_tokenizer(normalizer, pre_tokenizer, added=(), **more):
     backend.normalizer = normalizer or normalizers.Sequence([])
     if pre_tokenizer is not None:
         backend.pre_tokenizer = pre_tokenizer
+    byte_level = pre_tokenizer is not None and "ByteLevel" in str(pre_tokenizer)
+    backend.decoder = decoders.ByteLevel() if byte_level else decoders.Fuse()
     trainer = trainers.BpeTrainer(
         vocab_size=5000,
         special_tokens=[END_OF_TEXT],

@@ -134,6 +134,9 @@ def test_added_tokens_of_a_byte_level_vocabulary_are_text():
     assert len(tokenizer.encode(text)) == 4
 
 
+SPACES = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+
+
 def test_sentencepiece_bytes():
     """The vocabulary format of Llama 2: spaces as U+2581, bytes as <0x..>."""
     backend = pytest.importorskip("tokenizers").Tokenizer.from_str(
@@ -147,7 +150,10 @@ def test_sentencepiece_bytes():
                     "merges": [],
                     "byte_fallback": True,
                 },
-                "decoder": {"type": "ByteFallback"},
+                "decoder": {
+                    "type": "Sequence",
+                    "decoders": [{"type": "ByteFallback"}, SPACES],
+                },
             }
         )
     )
@@ -160,6 +166,15 @@ WORDLEVEL = {
     "version": "1.0",
     "model": {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": ""},
 }
+
+
+CTC = {"pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True}
+
+
+def with_decoder(decoder):
+    """A BPE of three tokens."""
+    model = {"type": "BPE", "vocab": {"</s>": 0, "a</w>": 1, "##b": 2}, "merges": []}
+    return json.dumps({"model": model, "decoder": decoder}).encode()
 
 
 def huge_id(i):
@@ -175,6 +190,10 @@ def huge_id(i):
         (b"\xff\x00", "is not a tokenizer.json"),
         (b"version https://git-lfs.github.com/spec/v1", "is a pointer of Git LFS"),
         (json.dumps(WORDLEVEL).encode(), "WordLevel tokenizer, xtrain needs BPE"),
+        (with_decoder(None), "its decoder (None) does not write the texts of tokens one after the"),
+        (with_decoder({"type": "WordPiece", "prefix": "##", "cleanup": False}), "(WordPiece) does"),
+        (with_decoder({"type": "BPEDecoder", "suffix": "</w>"}), "its decoder (BPEDecoder) does"),
+        (with_decoder({"type": "CTC"} | CTC), "its decoder (CTC) does not write the texts"),
         *((huge_id(n), "xtrain supports ids below 4194304") for n in (5_000_000, 4_000_000_000)),
     ],
 )

@@ -3,12 +3,14 @@
 The table of lessons/howto/models.md is made here, from the models that these tests compare.
 """
 
+import copy
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from checks import to_host
 from safetensors.torch import load_file, save_file, save_model
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,6 +21,7 @@ from xtrain.device import to_device
 from xtrain.formats.architectures import config_from_hf
 from xtrain.formats.expert_files import mixtral_name
 from xtrain.formats.huggingface import written_tensors
+from xtrain.formats.unsupported import REASONS
 from xtrain.inspect.compare import compare
 from xtrain.nn.router_losses import RouterLosses
 
@@ -59,10 +62,19 @@ PUBLISHED = {
 EVERY = pytest.mark.parametrize("name", PUBLISHED)
 
 
-def published(name, folder):
+def keys_of(name, changes):
+    """-> {key: value} of a config.json, without the keys that are None in `changes`"""
+    kind, usual, _ = PUBLISHED[name]
+    removed = {key for key, x in changes.items() if x is None}
+    keys = {"model_type": kind} | SIZE | usual | changes
+    # a copy, because transformers changes rope_scaling
+    return copy.deepcopy({key: x for key, x in keys.items() if key not in removed})
+
+
+def published(name, folder, **changes):
     """Write a tiny random model of transformers. -> the model: fp32, eager attention"""
-    kind, changes, _ = PUBLISHED[name]
-    config = AutoConfig.for_model(kind, **(SIZE | changes))
+    kind = PUBLISHED[name][0]
+    config = AutoConfig.for_model(**keys_of(name, changes))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     for parameter in model.parameters():
@@ -200,6 +212,7 @@ def changed(folder, **changes):
         ("Qwen2 and Qwen3 with windows", dict(layer_types=["sliding_attention"]), "layer_types has 1 entries for 4 layers"),
         ("Qwen2 and Qwen3 with windows", dict(layer_types=["chunked_attention"] * 4), "layer type 'chunked_attention', which xtrain"),
         ("Phi-4", dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.75)), "partial_rotary_factor 0.75"),
+        ("Phi-4", dict(rope_scaling=dict(YARN, type="yarn")), "the RoPE type 'longrope', which xtrain"),
         ("Mistral v0.1", dict(layer_types=["full_attention", "sliding_attention"] * 2), "a sliding window in some layers only"),
         ("Phi-4", dict(num_key_value_heads=4), r"qkv_proj.weight has shape \(128, 64\), expected 192 rows"),
         ("Gemma 3 (text)", dict(final_logit_softcapping=30.0), "final_logit_softcapping 30.0, which xtrain does not support"),
@@ -211,15 +224,11 @@ def changed(folder, **changes):
         ("Gemma 3 (text)", dict(layer_types=None, sliding_window_pattern=0), "sliding_window_pattern must be"),
         ("Gemma 3 (text)", dict(rope_parameters=dict(rope_theta=1e6)), "one set for each type of layer"),
         ("Gemma 3 (text)", dict(rope_parameters=dict(sliding_attention=YARN)), "the RoPE type 'yarn' in layers with a window"),
-        ("Gemma 3 (text)", dict(architectures=["Gemma2ForCausalLM"], model_type="gemma2"), "the architecture 'Gemma2ForCausalLM' is not supported"),
-        ("Gemma 3 (text)", dict(architectures=["Gemma3nForCausalLM"], model_type="gemma3n_text"), "'Gemma3nForCausalLM' is not supported"),
-        ("Gemma 3 (text)", dict(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3"), "'Gemma3ForConditionalGeneration' is not supported"),
+        ("Gemma 3 (text)", dict(rope_parameters=dict(sliding_attention=dict(type="linear", factor=2.0))), "the RoPE type 'linear' in layers with a window"),
         (QWEN3_MOE, dict(decoder_sparse_step=0), "decoder_sparse_step must be a positive whole number, got 0"),
         (QWEN3_MOE, dict(mlp_only_layers=3), "mlp_only_layers must be a list of layers, got 3"),
         (QWEN3_MOE, dict(mlp_only_layers=[0, 1, 2, 3]), "mlp_only_layers names every layer, so that none has experts: set num_experts to 0"),
         (QWEN3_MOE, dict(num_experts_per_tok=9), "num_experts_per_tok 9 is larger than num_experts 5"),
-        (QWEN3_MOE, dict(architectures=["GptOssForCausalLM"], model_type="gpt_oss"), "not supported .it has attention with sinks"),
-        (QWEN3_MOE, dict(architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe"), "not supported .it has a shared expert"),
         ("OLMoE", dict(clip_qkv=8.0), "clip_qkv 8.0, which xtrain does not support"),
         ("OLMoE", dict(num_experts=6), "missing tensors: model.layers.0.mlp.experts.5.down_proj.weight"),
         ("Mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise 0.1, which xtrain does not support"),
@@ -238,6 +247,13 @@ def test_what_cannot_be_read_is_named(name, changes, sentence, tmp_path):
     changed(tmp_path, **changes)
     with pytest.raises(UserError, match=sentence):
         Transformer.from_pretrained(tmp_path, DEVICE)
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_class_that_is_not_read_says_what_it_has(name):
+    assert hasattr(transformers, name)
+    with pytest.raises(UserError, match=rf"'{name}' is not supported \(it has {REASONS[name]}\)"):
+        config_from_hf({"architectures": [name]})
 
 
 def test_missing_keys_mean_what_they_mean_in_transformers(tmp_path):
@@ -284,11 +300,8 @@ def test_layer_types_mean_what_they_mean_in_transformers(name, kind, tmp_path):
 
 def test_the_balance_loss_of_one_layer(tmp_path):
     """transformers multiplies means over all layers; of one layer, that is the loss of Switch."""
-    kind, changes, note = PUBLISHED[QWEN3_MOE]
     one = dict(num_hidden_layers=1, mlp_only_layers=[], router_aux_loss_coef=0.3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PUBLISHED, QWEN3_MOE, (kind, changes | one, note))
-        theirs = published(QWEN3_MOE, tmp_path)
+    theirs = published(QWEN3_MOE, tmp_path, **one)
     ids = np.random.default_rng(1).integers(0, 61, (2, 40))
     inputs = torch.from_numpy(ids)
     loss = theirs(inputs, labels=inputs, output_router_logits=True).loss
@@ -310,6 +323,40 @@ def test_the_balance_loss_of_one_layer(tmp_path):
         gradient = known[path][1]
         error = np.linalg.norm(to_host(parameter.grad) - gradient)
         assert error <= 1e-4 * np.linalg.norm(gradient), path
+
+
+VARIATIONS = [  # what other folders have in config.json; None: the key is removed
+    ("Llama 2, TinyLlama, Yi, SmolLM, SmolLM2", dict(num_key_value_heads=1, head_dim=8, rms_norm_eps=0.01, pretraining_tp=2)),
+    ("Llama 2, TinyLlama, Yi, SmolLM, SmolLM2", dict(rope_scaling=dict(type="dynamic", factor=2.0), max_position_embeddings=32)),
+    ("Llama 2, TinyLlama, Yi, SmolLM, SmolLM2", dict(rope_scaling=dict(LLAMA3, type="llama3"), rope_theta=500.0)),
+    ("Llama 3, 3.1, 3.2, R1-Distill-Llama", dict(rope_scaling=None, rope_parameters=dict(LLAMA3, rope_theta=700.0))),
+    ("Qwen2.5 and Qwen3 with long context", dict(rope_scaling=dict(YARN, mscale=1.0, mscale_all_dim=0.5))),
+    ("Qwen2.5 and Qwen3 with long context", dict(rope_scaling=dict(YARN, mscale=0.7, beta_fast=8))),
+    ("Qwen2.5 and Qwen3 with long context", dict(rope_scaling=dict(type="yarn", factor=4.0), original_max_position_embeddings=32)),
+    ("Qwen2.5 and Qwen3 with long context", dict(rope_scaling=None, rope_parameters=dict(YARN, attention_factor=1.3, rope_theta=300.0))),
+    ("Qwen2 and Qwen3 with windows", dict(layer_types=["sliding_attention", "full_attention"] * 2, max_window_layers=0)),
+    ("Granite 3", dict(tie_word_embeddings=False, attention_multiplier=None, logits_scaling=2)),
+    ("Gemma 3 (text)", dict(rope_scaling=None, rope_parameters=dict(full_attention=dict(YARN, rope_theta=500.0)))),
+    ("Gemma 3 (text)", dict(layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"])),
+    (QWEN3_MOE, dict(norm_topk_prob=False, mlp_only_layers=None, decoder_sparse_step=2, num_experts_per_tok=3)),
+    (QWEN3_MOE, dict(norm_topk_prob=None, use_sliding_window=True, sliding_window=9)),
+    ("OLMoE", dict(norm_topk_prob=True, num_key_value_heads=4)),
+    ("Mixtral", dict(sliding_window=None, num_experts_per_tok=1, rope_theta=None, rope_parameters=None)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, changes", VARIATIONS)
+def test_what_other_folders_have_in_their_config(name, changes, tmp_path):
+    published(name, tmp_path, **changes)
+    # without what transformers 5 adds
+    (tmp_path / "config.json").write_text(json.dumps(keys_of(name, changes)))
+    ids = np.random.default_rng(1).integers(0, 61, (2, 40))
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    expected = logits_of(again.eval(), ids)
+    found = to_host(Transformer.from_pretrained(tmp_path, DEVICE)(ids).data)
+    assert np.abs(found - expected).max() <= 1e-5 * max(1, np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", [QWEN3_MOE, "OLMoE", "Mixtral"])

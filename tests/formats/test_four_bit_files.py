@@ -57,15 +57,16 @@ def folder_of(path, method, act_order=False, **changes):
             continue
         O, K = tensors.pop(name).shape  # noqa: E741
         draw = rng(3, i)
-        codes, zeros = draw.integers(0, 16, (O, K)), draw.integers(0, 16, (O, K // SIZE))
-        scales = draw.uniform(0.005, 0.02, (K // SIZE, O)).astype(np.float16)
-        group = np.arange(K) // SIZE
+        size = K if changes.get("group_size") == -1 else SIZE
+        codes, zeros = draw.integers(0, 16, (O, K)), draw.integers(0, 16, (O, K // size))
+        scales = draw.uniform(0.005, 0.02, (K // size, O)).astype(np.float16)
+        group = np.arange(K) // size
         if act_order:
             group = draw.permutation(group)
         expected[name] = (codes - zeros[:, group]).astype(np.float32) * scales.T.astype(np.float32)[
             :, group
         ]
-        v2 = changes.get("checkpoint_format") == "gptq_v2"
+        v2 = "gptq_v2" in (changes.get("checkpoint_format"), changes.get("format"))
         packed = pack_awq(codes, zeros) if method == "awq" else pack_gptq(codes, zeros, v2)
         module = name.removesuffix("weight")
         parts = dict(zip(("qweight", "qzeros"), packed), scales=scales)
@@ -88,7 +89,12 @@ KINDS = {
     "gptq": ("gptq", {}),
     "gptq, order of activations": ("gptq", dict(act_order=True)),
     "gptq v2": ("gptq", dict(checkpoint_format="gptq_v2")),
+    "gptq v2 of newer files": ("gptq", dict(format="gptq_v2", desc_act=True)),
+    "gptq, the older key wins": ("gptq", dict(checkpoint_format="gptq_v2", format="gptq")),
+    "gptq, one group": ("gptq", dict(group_size=-1)),
     "awq": ("awq", dict(version="gemm")),
+    "awq of newer files": ("awq", dict(checkpoint_format="gemm", format="GEMM")),
+    "awq, one group": ("awq", dict(version="GEMM", group_size=-1)),
 }
 
 
@@ -112,11 +118,19 @@ def test_every_matrix(tmp_path, kind):
     "method, changes, words",
     [
         ("gptq", {"bits": 3}, r"quantized \(gptq\) with bits 3, xtrain reads 4"),
-        ("awq", {"version": "gemv"}, r"quantized \(awq\) with version 'gemv'"),
+        ("gptq", {"checkpoint_format": "marlin"}, "format 'marlin', xtrain reads 'gptq' or 'gptq_v2'"),
+        ("gptq", {"format": "bitblas"}, r"quantized \(gptq\) with format 'bitblas'"),
+        ("awq", {"version": "gemv"}, r"quantized \(awq\) with format 'gemv'"),
+        ("awq", {"checkpoint_format": "gemv_fast"}, "format 'gemv_fast', xtrain reads 'gemm'"),
+        ("awq", {"format": "llm-awq"}, "format 'llm-awq'"),
+        ("awq", {"zero_point": False}, "zero_point False, xtrain reads True"),
+        *(("gptq", {"quant_method": x}, rf"quantized \({x}\), which xtrain does not read") for x in
+          ("compressed-tensors", "bitsandbytes", "hqq", "fp8", "torchao", "mxfp4")),
+        ("gptq", {"quant_method": ["gptq"]}, r"quantized \(\['gptq'\]\)"),
         ("awq", {"group_size": 64}, "group_size 64 gives others for 96 columns"),
         ("awq", {"group_size": "x"}, "group_size 'x' gives others"),
     ],
-)
+)  # fmt: skip
 def test_refused(tmp_path, method, changes, words):
     folder_of(tmp_path, method, **changes)
     with pytest.raises(UserError, match=words):

@@ -12,7 +12,7 @@ import xtrain.export
 import xtrain.generate
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
-from xtrain.formats.gguf_model import merges_of
+from xtrain.formats.gguf_model import NEUTRAL, merges_of
 from xtrain.formats.gguf_names import PRE_TOKENIZERS
 from xtrain.formats.huggingface import open_weights, read_config
 from xtrain.formats.saved_runs import model_folder
@@ -93,7 +93,15 @@ def add_blocks(path, source, kinds):
     return values
 
 
-@pytest.mark.parametrize("kinds", [["Q4_0", "Q4_1", "Q8_0", "Q5_0"], ["Q4_K", "Q5_K", "Q6_K"]])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["Q4_0", "Q4_1", "Q8_0", "Q5_0"],
+        ["Q4_K", "Q5_K", "Q6_K"],
+        ["Q2_K", "Q3_K", "IQ4_XS"],
+        ["Q5_1", "BF16", "MXFP4", "IQ4_NL"],
+    ],
+)
 def test_quantized_types(kinds, tokenizer, tmp_path):
     config = CONFIGS["qwen3"]
     config = type(config)(**config.to_dict() | {"dim": 256, "hidden_dim": 256})
@@ -227,6 +235,12 @@ def test_what_cannot_be_read_is_one_sentence(tokenizer, tmp_path):
         ("llama.rope.freq_base", float("nan"), "freq_base must be a number, got nan"),
         ("llama.expert_count", 8, "xtrain reads experts of qwen3moe, not of llama"),
         ("llama.rope.scaling.type", "yarn", "its RoPE scaling has no factor"),
+        ("llama.rope.scaling.type", "longrope", "its RoPE scaling is 'longrope'"),
+        *((f"llama.{key}", 2.0, f"its {key} is 2.0, which xtrain does not support") for key in NEUTRAL),
+        ("llama.attention.causal", False, "its attention.causal is False"),
+        ("split.count", 3, "one of 3 files of a model: join them"),
+        ("tokenizer.chat_template.tool/../../x", "text", r"'tool/\.\./\.\./x' is not a name of a chat template"),
+        ("tokenizer.ggml.model", "bert", "its tokenizer is 'bert', xtrain reads gpt2 and llama"),
         ("tokenizer.ggml.tokens", "abc", "tokens must be a list of str"),
         ("tokenizer.ggml.merges", [1], "merges must be a list of str"),
         ("tokenizer.ggml.token_type", ["a"], "token_type must be a list of int"),
@@ -235,9 +249,17 @@ def test_what_cannot_be_read_is_one_sentence(tokenizer, tmp_path):
     ],
 )  # fmt: skip
 def test_a_key_with_a_wrong_value_is_one_sentence(key, value, words, tmp_path):
+    path = minimal(tmp_path / "a.gguf", {key: value})
+    with pytest.raises(UserError, match=words) as error:
+        model_folder(path)
+    assert "\n" not in str(error.value)
+
+
+def minimal(path, changes, endian=gguf.GGUFEndian.LITTLE, **tensors):
+    """Write a file with little in it, and with these keys and tensors. -> path"""
     kinds = {str: "add_string", int: "add_uint64", float: "add_float32", list: "add_array"}
-    path = tmp_path / "a.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
+    kinds[bool] = "add_bool"
+    writer = gguf.GGUFWriter(path, "llama", endianess=endian)
     values = {
         **{f"llama.{name}": 8 for name in ("embedding_length", "feed_forward_length", "context_length")},
         **{f"llama.{name}": 1 for name in ("block_count", "attention.head_count")},
@@ -245,17 +267,63 @@ def test_a_key_with_a_wrong_value_is_one_sentence(key, value, words, tmp_path):
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": ["a", "b"],
-    } | {key: value}  # fmt: skip
+    } | changes  # fmt: skip
     for name, x in values.items():
         getattr(writer, kinds[type(x)])(name, x)
-    writer.add_tensor("token_embd.weight", np.zeros((2, 8), np.float32))
+    for name, x in ({"token_embd": np.zeros((2, 8), np.float32)} | tensors).items():
+        writer.add_tensor(f"{name}.weight", x)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UserError, match=words) as error:
+    return path
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+        ({"rope.scaling.type": "linear"}, None),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 1.0, "rope.scaling.yarn_beta_fast": 9.0},
+            {"rope_type": "yarn", "factor": 1.0, "beta_fast": 9.0, "beta_slow": 1, "attention_factor": 1.0, "original_max_position_embeddings": 8},
+        ),
+    ],
+)  # fmt: skip
+def test_rope_scaling_is_that_of_llama_cpp(keys, expected, tmp_path):
+    """llama_model_loader: without a type, linear; without the original context, the whole one."""
+    path = minimal(tmp_path / "a.gguf", {f"llama.{key}": x for key, x in keys.items()})
+    assert read_config(model_folder(path)).rope_scaling == expected
+
+
+def test_two_rope_scalings(tmp_path):
+    divisors = {"rope_freqs": np.ones(4, np.float32)}
+    path = minimal(tmp_path / "a.gguf", {"llama.rope.scaling.factor": 4.0}, **divisors)
+    with pytest.raises(UserError, match=r"rope_freqs\.weight and a RoPE scaling by 4\.0"):
         model_folder(path)
-    assert "\n" not in str(error.value)
+
+
+def test_a_big_endian_file(tmp_path):
+    path = minimal(tmp_path / "a.gguf", {}, gguf.GGUFEndian.BIG)
+    with pytest.raises(UserError, match="it is big-endian: run `gguf-convert-endian"):
+        model_folder(path)
+
+
+def test_an_array_without_end(tmp_path):
+    path = minimal(tmp_path / "a.gguf", {"x": [7, 8]})
+    whole = path.read_bytes()
+    place = whole.index(b"x\x09\0\0\0") + 9
+    path.write_bytes(whole[:place] + (2**50).to_bytes(8, "little") + whole[place + 8 :])
+    with pytest.raises(UserError, match="cut short or is damaged: the file ends too early"):
+        model_folder(path)
+
+
+def test_matrices_of_experts_in_a_model_without(tmp_path):
+    path = minimal(tmp_path / "a.gguf", {}, **{"blk.0.ffn_up": np.ones((2, 8, 8), np.float32)})
+    with pytest.raises(UserError, match=r"up_proj\.weight has shape \(2, 8, 8\)"):
+        open_weights(model_folder(path))
 
 
 def test_names_of_pre_tokenizers_are_unique():

@@ -177,7 +177,7 @@ UNSUPPORTED = [
     ({"architectures": None, "model_type": None}, "model_type None"),
     ({"quantization_config": {"quant_method": "bitsandbytes", "bits": 4}}, "quantized (bitsandbytes), which xtrain does not read: use the model's unquantized"),
     ({"is_causal": False}, "is_causal False"),
-    ({"pretraining_tp": 2}, "pretraining_tp 2"),
+    ({"per_layer_config": {"1": {"intermediate_size": 8}}}, "per_layer_config"),
     ({"hidden_size": None}, "lacks hidden_size"),
     ({"num_hidden_layers": -1}, "num_hidden_layers must be a positive whole number"),
     ({"num_key_value_heads": 5}, "num_attention_heads 32 is not divisible by num_key_value_heads 5"),

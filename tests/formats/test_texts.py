@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import sys
 import types
 
@@ -12,10 +13,12 @@ import transformers
 from runs import write_lines
 from serving import CHATML, TOKENIZER, make_parrot, sentencepiece_tokenizer, tokenizer_folder
 from tokenizers import AddedToken
+from twins import random_model, small
 
 from xtrain import Engine
 from xtrain.data.chat_template import ChatTemplate
 from xtrain.data.tokenizer import END_OF_TEXT, Tokenizer
+from xtrain.errors import UserError
 from xtrain.evaluation.scorer import Scorer
 from xtrain.formats.gguf_file import write as write_gguf
 from xtrain.formats.texts import end_of_turn, load_texts
@@ -62,6 +65,32 @@ def test_named_tokens_are_those_of_transformers(tmp_path, name):
 
 
 AROUND = ["<s> $A", "<s> $A </s>", "$A </s>", "$A"]
+
+
+def test_added_tokens_that_the_model_lacks_are_text(tmp_path):
+    """Gemma 3's text models have no row for <image_soft_token>, which their tokenizer has."""
+    image = {"content": "<image>", "special": True}
+    names = dict(eos_token=END_OF_TEXT, image_token="<image>")
+    n = TOKENIZER.vocab_size
+    names["added_tokens_decoder"] = {str(n): image}
+    added = [AddedToken("<image>", special=True)]
+    folder = tokenizer_folder(tmp_path / "a", added=added, **names)
+    assert Tokenizer.load(folder).encode("<image>") == [n]
+    random_model(small(vocab_size=n)).save_pretrained(tmp_path / "model")
+    assert Tokenizer.load(folder, tmp_path / "model").vocab_size == n
+    shutil.copytree(tmp_path / "model", folder, dirs_exist_ok=True)
+    loaded = load(folder, "cpu")
+    ids = loaded.tokenizer.encode("x<image> y")
+    assert max(ids) < n and ids == TOKENIZER.encode("x<image> y")
+    Engine(loaded.model, 1).generate([ids], 3)
+    loaded.model.save_pretrained(tmp_path / "b", loaded.tokenizer)
+    (tmp_path / "b/config.json").unlink()  # as in a cache of tokens
+    again = Tokenizer.load(tmp_path / "b")
+    assert again.vocab_size == n and again.sha256 == loaded.tokenizer.sha256
+    # a token of the vocabulary is part of other tokens' merges: such a tokenizer is another model's
+    tokenizer_folder(folder, vocabulary=["ab"], **names | {"added_tokens_decoder": {}})
+    with pytest.raises(UserError, match=rf"the tokenizer has {n + 1} tokens, the model only {n}"):
+        load(folder, "cpu")
 
 
 @pytest.mark.parametrize("around", AROUND)

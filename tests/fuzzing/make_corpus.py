@@ -68,7 +68,9 @@ def tokenizers() -> None:
         "vocab": {token: i for i, token in enumerate(tokens)}, "merges": [["▁", "a"]], "byte_fallback": True, "unk_token": None,
     }  # fmt: skip
     content["added_tokens"] = [dict(content["added_tokens"][0], id=259, content="</s>")]
-    content |= {"pre_tokenizer": None, "decoder": {"type": "ByteFallback"}}
+    spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    steps = [{"type": "ByteFallback"}, spaces]
+    content |= {"pre_tokenizer": None, "decoder": {"type": "Sequence", "decoders": steps}}
     content["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     put(CORPUS / "tokenizer" / "pieces.json", json.dumps(content).encode())
     for path in (CORPUS / "made").iterdir():

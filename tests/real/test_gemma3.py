@@ -15,8 +15,9 @@ pytestmark = NEEDS
 def test_a_conversation(tmp_path):
     """test_tokenizers.py compares tokens and template."""
     shutil.copytree(FOLDER / "gemma3", tmp_path, dirs_exist_ok=True)
+    # of 270M and 1B: a token less than the tokenizer has
     config = transformers.Gemma3TextConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        vocab_size=262144, hidden_size=16, intermediate_size=24, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
         query_pre_attn_scalar=8, sliding_window=8, max_position_embeddings=128, initializer_range=0.5, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)

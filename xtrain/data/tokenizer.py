@@ -40,9 +40,11 @@ from .tokenizer_files import (
     check_added_tokens,
     config_of,
     read_companions,
+    rows_of,
     special_names,
     token_text,
     with_prefix_space,
+    without_rows,
 )
 
 END_OF_TEXT = "<|endoftext|>"
@@ -115,11 +117,29 @@ class Tokenizer:
         self.added_ids = frozenset(token["id"] for token in added)
         self.special_ids = frozenset(token["id"] for token in added if token["special"])
         self.token_bytes = _token_bytes(ids, self.vocab_size, content)
+        self._check_that_texts_are_joined()
         self.token_lengths = np.array([len(b) for b in self.token_bytes], np.int32)
         if self.eos_token_id is not None:
             self.token_lengths[self.eos_token_id] = 0
         normalizer = backend.normalizer
         self.rule = rule(content, normalizer.normalize_str if normalizer else str)
+
+    def _check_that_texts_are_joined(self):
+        """Raise UserError unless the text of tokens is their bytes, one after the other.
+
+        The text may begin with a space less. Decoders that put spaces between tokens, take repeated
+        ones away or rewrite them (WordPiece, BPEDecoder, CTC) are other than that.
+        """
+        some = range(0, self.vocab_size, self.vocab_size // 400 + 1)
+        plain = [i for i in some if i not in self.added_ids and self.token_bytes[i].isascii()]
+        ids = [i for i in plain for _ in range(2)]
+        joined = b"".join(self.token_bytes[i] for i in ids).decode()
+        if self.decode(ids).lstrip(" ") != joined.lstrip(" "):
+            kind = (self.content()["decoder"] or {}).get("type")
+            raise UserError(
+                f"its decoder ({kind}) does not write the texts of tokens one after the other, "
+                "which xtrain needs: use a byte-level tokenizer or one of SentencePiece"
+            )
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -163,8 +183,11 @@ class Tokenizer:
         return cls(backend)
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
+    def load(cls, path: str | Path, model: Path | None = None) -> "Tokenizer":
         """Load a tokenizer.json, or the one in a folder.
+
+        model: the folder of its model, if it is another one. Added tokens that the model does not
+        have are left out.
 
         Raises UserError if it is missing or cannot be used.
         """
@@ -190,6 +213,9 @@ class Tokenizer:
             config = config_of(companions, path.parent)
             text = with_prefix_space(text, config)
             backend = tokenizers.Tokenizer.from_str(text.decode())
+            if rows := rows_of(model or path.parent):
+                backend, companions = without_rows(backend, companions, rows)
+                config = config_of(companions, path.parent)
             check_added_tokens(config, backend)
             return cls(backend, _end_of_text(config, backend), companions)
         except UserError as error:

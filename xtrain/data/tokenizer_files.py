@@ -8,6 +8,7 @@
 All of it is read as transformers reads it.
 """
 
+import contextlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,8 +18,9 @@ import tokenizers
 from tokenizers import AddedToken
 
 from ..errors import UserError
-from ..json_files import listed, parse_json
+from ..json_files import listed, parse_json, read_json_if_present
 
+MODEL_CONFIG = "config.json"
 CONFIG = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
@@ -114,6 +116,36 @@ def check_added_tokens(config: dict[str, Any], backend: tokenizers.Tokenizer) ->
             "from_pretrained(folder).save_pretrained(folder), or remove them from "
             "added_tokens_decoder if the model lacks them too"
         )
+
+
+def without_rows(
+    backend: tokenizers.Tokenizer, companions: Files, vocab_size: int
+) -> tuple[tokenizers.Tokenizer, Files]:
+    """Return a tokenizer and its companions without the added tokens that a model has no row for.
+
+    A text model of Gemma 3 has none for <image_soft_token>, and many have none for a token of
+    padding that was added to their tokenizer.
+    """
+    if all(i < vocab_size for i in backend.get_added_tokens_decoder()):
+        return backend, companions
+    content = json.loads(backend.to_str())
+    content["added_tokens"] = [x for x in content["added_tokens"] if x["id"] < vocab_size]
+    config = parse_json(companions.get(CONFIG, b"{}"), Path(CONFIG))
+    entries = config.get("added_tokens_decoder")
+    if isinstance(entries, dict):
+        known = {i: x for i, x in entries.items() if not (i.isdigit() and int(i) >= vocab_size)}
+        text = json.dumps(config | {"added_tokens_decoder": known}, indent=2, ensure_ascii=False)
+        companions = companions | {CONFIG: text.encode()}
+    return tokenizers.Tokenizer.from_str(json.dumps(content)), companions
+
+
+def rows_of(folder: Path) -> int | None:
+    """Return the vocab_size of the model in a folder, None without one."""
+    with contextlib.suppress(UserError):  # what is wrong with it, its model's reader says
+        size = read_json_if_present(folder / MODEL_CONFIG).get("vocab_size")
+        if type(size) is int and size > 0:
+            return size
+    return None
 
 
 def _added_tokens(config: dict[str, Any]) -> list[AddedToken]:

@@ -35,6 +35,7 @@ from .four_bit_files import KEY as QUANTIZATION
 from .four_bit_files import check_method
 from .rope_config import LOCAL_THETA, normalize_scaling, read_rope, without_local_rope
 from .tensor_file import Stored
+from .unsupported import REASONS
 
 # In the config.json of a model that transformers does not have: Transformer.variation, its
 # ModelConfig, and Transformer.change.
@@ -69,9 +70,9 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "partial_rotary_factor": (1, None),
-    "pretraining_tp": (1, None),
     QUANTIZATION: (None,),
     "is_causal": (True, None),
+    "per_layer_config": (None,),  # what single layers have instead
 }
 
 
@@ -138,7 +139,6 @@ ARCHITECTURES = {
             "rope_theta": 2000000.0,
         },
         written={"attention_bias": False, "mlp_bias": False} | _NO_WINDOW,
-        ignored=("pretraining_tp",),
         window="some",
     ),
     "MistralForCausalLM": Architecture("mistral", defaults=_MISTRAL, written={}, window="all"),
@@ -225,10 +225,6 @@ ARCHITECTURES = {
         window="all",
         allowed={"router_jitter_noise": (0.0,)},
     ),
-}
-REASONS = {  # classes of transformers that a reader may expect here
-    "GptOssForCausalLM": "attention with sinks, experts with biases and a clamped SwiGLU",
-    "Qwen2MoeForCausalLM": "a shared expert",
 }
 WITHOUT_LAYER_TYPES = ("phi3", "qwen3_moe", "mixtral")  # do not read layer_types
 
@@ -336,6 +332,9 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
             if not is_positive(fields[name]):
                 raise UserError(f"{name} must be a positive number, got {fields[name]!r}")
     fields["rope_theta"], fields["rope_scaling"] = read_rope(values, fields["max_seq_len"])
+    if architecture.model_type == "phi3" and fields["rope_scaling"]:
+        # transformers takes yarn for it, and refuses the others
+        raise UserError("it needs the RoPE type 'longrope', which xtrain does not support")
     for name in ("tie_embeddings", "norm_eps"):
         if fields.get(name) is None:
             fields.pop(name, None)

@@ -10,7 +10,7 @@ A matrix w (O, K) is four tensors. Its K columns lie in groups of group_size, g(
                is code[8 i + j, o]                           is code[k, 8 i + ORDER[j]]
     qzeros     int32 (groups, O / 8): nibble j of            int32 (groups, O / 8), as qweight
                column i is zero[g, 8 i + j] - 1 mod 16
-               (checkpoint_format "gptq_v2": zero)
+               (layout "gptq_v2": zero)
     g_idx      int32 (K,): g(k), in any order                none: g(k) = k // group_size
 
 kernels/four_bits.py finds the same codes again where a group has 128 columns.
@@ -32,25 +32,36 @@ PER_WORD = 8
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # column of a word -> where its nibble is in order
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 # key of quantization_config -> the values that are read; the first is the meaning of a missing key
-GPTQ = {"bits": (BITS,), "checkpoint_format": ("gptq", "gptq_v2", None)}
-AWQ = {"bits": (BITS,), "version": ("gemm", "GEMM", None), "zero_point": (True,)}
-METHODS = {"gptq": GPTQ, "awq": AWQ}
+METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "gptq": {"bits": (BITS,), "format": ("gptq", "gptq_v2")},
+    "awq": {"bits": (BITS,), "format": ("gemm",), "zero_point": (True,)},
+}
+# the older names of `format`, which win in transformers
+FORMATS = {"gptq": ("checkpoint_format",), "awq": ("version", "checkpoint_format")}
 
 
 def check_method(config: dict[str, Any]) -> None:
     """Raise UserError unless this quantization_config is of a layout that is read."""
     method = config.get("quant_method")
-    if method not in METHODS:
+    if method not in list(METHODS):
         raise UserError(
             f"its weights are quantized ({method or 'unknown method'}), which xtrain does not "
             "read: use the model's unquantized weights, and quantize them with --weights int4"
         )
+    values = config | {"format": _layout(config)}
     for key, allowed in METHODS[method].items():
-        if config.get(key, allowed[0]) not in allowed:
+        if values.get(key, allowed[0]) not in allowed:
             raise UserError(
-                f"its weights are quantized ({method}) with {key} {config[key]!r}, xtrain reads "
-                f"{allowed[0]!r}: use the model's unquantized weights"
+                f"its weights are quantized ({method}) with {key} {values[key]!r}, xtrain reads "
+                f"{' or '.join(map(repr, allowed))}: use the model's unquantized weights"
             )
+
+
+def _layout(config: dict[str, Any]) -> str:
+    """Return how the tensors are packed, in lower case."""
+    method = config["quant_method"]
+    values = [config.get(key) for key in (*FORMATS[method], "format")]
+    return str(next((x for x in values if x is not None), METHODS[method]["format"][0])).lower()
 
 
 def dequantized(content: dict[str, Any], stored: dict[str, Stored]) -> dict[str, Stored]:
@@ -105,7 +116,7 @@ def _matrix(module: str, stored: dict[str, Stored], config: dict[str, Any]) -> "
             f"{codes.path}: {listed([f'{module}.scales'])} has {groups} groups, group_size "
             f"{size!r} gives others for {K} columns"
         )
-    before = int(gptq and config.get("checkpoint_format") != "gptq_v2")
+    before = int(gptq and _layout(config) == "gptq")
     return FourBitMatrix(
         codes.path,
         f"{module}.weight",

@@ -19,6 +19,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,8 +48,26 @@ CLASSES = {
     "gemma3": "Gemma3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
+RULES = 2  # by which folders are made: a larger number makes those in the cache anew
 LAYERS_27B = 62  # by which llama.cpp knows Gemma 3 27B, whose scores have another scale
 ROPE_FACTORS = "rope_freqs.weight"
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # key -> the values that change nothing; others are refused
+    "attention.causal": (True,),
+    "attention.scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_weights_scale": (0, 1),
+    "expert_weights_norm": (True,),
+    "expert_gating_func": (0, 1),
+    "rope.scaling.alpha": (0,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "rope.scaling.yarn_ext_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+}
 LLAMA3_TURNS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all models of Meta
 EPSILON = "attention.layer_norm_rms_epsilon"
 REQUIRED = {  # key of the file, after the name of the architecture: key of config.json
@@ -70,7 +89,7 @@ def folder_of(path: Path) -> Path:
     """
     path = path.resolve()
     state = path.stat()
-    made_from = [str(path), state.st_size, state.st_mtime_ns]
+    made_from = [RULES, str(path), state.st_size, state.st_mtime_ns]
     key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
     folder = cache_folder() / "gguf" / f"{path.stem}-{key}"
     if (folder / INDEX).is_file():
@@ -114,12 +133,22 @@ class _File:
         self.path = path
         try:
             with reading(path):
-                reader = library().GGUFReader(path)
+                reader = _reader(path)
         except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
             raise UserError(f"{path} was cut short or is damaged: {error}") from None
         self.fields = reader.fields
         self.get = functools.cache(self._get)
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        if reader.byte_order != "I":
+            raise self.refused(
+                "it is big-endian: run `gguf-convert-endian FILE little` on it first"
+            )
+        parts = self.whole("split.count", 1)
+        if parts > 1:
+            raise self.refused(
+                f"it is one of {parts} files of a model: join them with llama.cpp's "
+                "`llama-gguf-split --merge FIRST OUT`"
+            )
         self.architecture = self.text("general.architecture")
 
     def _get(self, key: str, default: Any = None) -> Any:
@@ -184,6 +213,21 @@ class _File:
         return UserError(f"{self.path} cannot be used: {what}")
 
 
+def _reader(path: Path) -> Any:
+    """Return gguf's reader of a file. Raises ValueError where the file ends too early."""
+
+    base: Any = library().GGUFReader
+
+    class Reader(base):
+        def _get(self, offset, dtype, count=1, override_order=None):
+            values = super()._get(offset, dtype, count, override_order)
+            if values.size != count:  # gguf would look for the items of an array without end
+                raise ValueError("the file ends too early")
+            return values
+
+    return Reader(path)
+
+
 def _contents(path: Path) -> dict[str, str]:
     """Return {name of a file: content} of the folder that describes a GGUF file."""
     file = _File(path)
@@ -225,6 +269,12 @@ def _config(file: _File) -> dict[str, Any]:
         raise file.refused("its values have another width than its keys")
     if file.own("rope.dimension_count", width) != width:
         raise file.refused("RoPE rotates only a part of each head")
+    for key, allowed in NEUTRAL.items():
+        value = file.get(f"{file.architecture}.{key}", allowed[0])
+        if value not in allowed:
+            raise file.refused(
+                f"its {key} is {one_line(repr(value))}, which xtrain does not support"
+            )
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise file.refused("it has no token_embd.weight, a matrix")
@@ -267,7 +317,6 @@ def _gemma3(file: _File, config: dict[str, Any]) -> dict[str, Any]:
         LOCAL_THETA: file.own_number("rope.freq_base_swa", 10000.0),
         "sliding_window": file.own("attention.sliding_window"),
         "sliding_window_pattern": file.own("attention.sliding_window_pattern", 6),
-        "final_logit_softcapping": file.own_number("final_logit_softcapping"),
     }
 
 
@@ -283,28 +332,34 @@ def _window(file: _File) -> dict[str, Any]:
 
 
 def _rope_scaling(file: _File, width: int) -> dict[str, Any] | None:
-    kind = file.get(f"{file.architecture}.rope.scaling.type", "none")
-    factor = file.own_number("rope.scaling.factor")
+    # as in llama.cpp: a factor without a type is that of linear scaling, also under its older key
+    kind = file.get(f"{file.architecture}.rope.scaling.type", "linear")
+    factor = file.own_number("rope.scaling.factor", file.own_number("rope.scale_linear"))
     if ROPE_FACTORS in file.tensors:
+        if kind != "none" and factor not in (None, 0, 1):
+            raise file.refused(f"it has {ROPE_FACTORS} and a RoPE scaling by {factor}, too")
         return _llama3_scaling(file, width)
-    if kind in ("linear", "yarn") and factor is None:
-        raise file.refused("its RoPE scaling has no factor")
+    if kind == "none" or (kind == "linear" and not factor):
+        return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
-        scaling = {
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": file.own("rope.scaling.original_context_length"),
-        }
-        times = file.own_number("rope.scaling.attn_factor")
-        if times is not None:  # llama.cpp multiplies its own factor by it
-            own = 1 + 0.1 * math.log(max(factor, 1))
-            scaling["attention_factor"] = decimal(times * own)
-        return scaling
-    if kind != "none":
+    if kind != "yarn":
         raise file.refused(f"its RoPE scaling is {kind!r}")
-    return None
+    if factor is None:
+        raise file.refused("its RoPE scaling has no factor")
+    original = "rope.scaling.original_context_length"
+    scaling = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": file.own(original, file.own("context_length")),
+        "beta_fast": file.own_number("rope.scaling.yarn_beta_fast"),
+        "beta_slow": file.own_number("rope.scaling.yarn_beta_slow"),
+    }
+    times = file.own_number("rope.scaling.attn_factor")
+    if times is not None:  # llama.cpp multiplies its own factor by it
+        own = 1 + 0.1 * math.log(max(factor, 1))
+        scaling["attention_factor"] = decimal(times * own)
+    return scaling
 
 
 def _llama3_scaling(file: _File, width: int) -> dict[str, Any]:
@@ -353,7 +408,7 @@ def _index(file: _File, config: dict[str, Any]) -> dict[str, list[Any]]:
             counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
             heads = config.get(counts.get(theirs.split(".")[-2], ""), 0)
         offset = int(tensor.data_offset)
-        if len(shape) == 3:  # one matrix for each expert
+        if len(shape) == 3 and ".experts." in theirs:  # one matrix for each expert
             each = int(tensor.n_bytes) // shape[0]
             for e in range(shape[0]):
                 own = theirs.replace(".experts.", f".experts.{e}.")
@@ -528,12 +583,15 @@ def _tokenizer_config(file: _File) -> dict[str, Any]:
 
 
 def _templates(file: _File) -> dict[str, str]:
-    """Return the files of the chat templates."""
+    """Return the files of the chat templates. Raises UserError for a name that is no word."""
     key = "tokenizer.chat_template"
     templates = {}
     for name in file.fields:
         if name == key:
             templates[TEMPLATE] = file.text(name)
         elif name.startswith(f"{key}."):
-            templates[f"{MORE_TEMPLATES}/{name[len(key) + 1 :]}.jinja"] = file.text(name)
+            word = name.removeprefix(f"{key}.")
+            if not re.fullmatch(r"\w+", word, re.ASCII):  # a path would lead out of the folder
+                raise file.refused(f"{one_line(repr(word))} is not a name of a chat template")
+            templates[f"{MORE_TEMPLATES}/{word}.jinja"] = file.text(name)
     return templates

@@ -51,10 +51,9 @@ def tensors_of(folder: Path) -> dict[str, Stored]:
     """Return {name: tensor} of the GGUF file that a folder describes."""
     index = read_json(folder / INDEX)
     path = Path(index["file"])
-    offset_of_norms = index.get("norm_offset", 0.0)  # folders made by version 0.2.0 lack it
     tensors: dict[str, Stored] = {}
     for name, (kind, shape, start, heads) in index["tensors"].items():
-        offset = offset_of_norms if is_norm(name) else 0.0
+        offset = index["norm_offset"] if is_norm(name) else 0.0
         options = {"offset": offset, "kind": kind, "heads": heads}
         tensors[name] = Quantized(path, name, DTYPES["F32"], tuple(shape), start, **options)
     return tensors

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from ..errors import UserError
-from ..rope_scalings import ROPE_SCALINGS, is_positive
+from ..rope_scalings import ROPE_SCALINGS, is_positive, rope_type
 
 LOCAL_THETA = "rope_local_base_freq"  # of Gemma 3's layers with a window
 
@@ -26,9 +26,9 @@ def without_local_rope(config: dict[str, Any]) -> tuple[dict[str, Any], Any]:
             f"it needs RoPE {of_types!r}, xtrain supports one set for each type of layer"
         )
     of_global, of_local = parameters
-    if of_local.get("rope_type", "default") != "default":
+    if rope_type(of_local) != "default":
         raise UserError(
-            f"it needs the RoPE type {of_local['rope_type']!r} in layers with a window, which "
+            f"it needs the RoPE type {rope_type(of_local)!r} in layers with a window, which "
             "xtrain does not support"
         )
     scaling = config.get("rope_scaling") or {}

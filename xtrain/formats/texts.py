@@ -15,6 +15,7 @@ from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 from .adapters import source_of
 from .huggingface import as_ids, read_special_tokens
+from .saved_runs import CONFIG
 
 TOKENIZER = "tokenizer.json"
 ANSWER = "ANSWER"  # a word that a template does not contain
@@ -52,7 +53,7 @@ class Texts:
 def load_texts(folder: Path) -> Texts:
     """Load what a Hugging Face folder says about texts. Raises UserError if anything is missing or
     damaged."""
-    tokenizer = Tokenizer.load(source_of(folder, TOKENIZER))
+    tokenizer = Tokenizer.load(source_of(folder, TOKENIZER), source_of(folder, CONFIG))
     stop = as_ids(read_special_tokens(folder).get("eos_token_id"))
     return texts_of(folder, tokenizer, stop)
 

@@ -1,0 +1,28 @@
+"""Why classes of transformers that a reader may expect are refused: what they have and xtrain lacks."""
+
+REASONS = {
+    "GptOssForCausalLM": "attention with sinks, experts with biases and a clamped SwiGLU",
+    "Qwen2MoeForCausalLM": "a shared expert",
+    "Qwen3NextForCausalLM": "linear attention and a shared expert",
+    "DeepseekV2ForCausalLM": "multi-head latent attention",
+    "DeepseekV3ForCausalLM": "multi-head latent attention",
+    "PhimoeForCausalLM": "LayerNorm and a router that draws experts one by one",
+    "GraniteMoeForCausalLM": "multipliers next to experts",
+    "GraniteMoeHybridForCausalLM": "Mamba layers and shared experts",
+    "Llama4ForCausalLM": "attention in chunks and a shared expert",
+    "Llama4ForConditionalGeneration": "images",
+    "Mistral3ForConditionalGeneration": "images",
+    "MinistralForCausalLM": "a sliding window in some layers of a Mistral",
+    "Ministral3ForCausalLM": "queries scaled by their position",
+    "GemmaForCausalLM": "GELU and a scaled embedding without norms on q and k",
+    "Gemma2ForCausalLM": "softcapped scores and logits",
+    "Gemma3ForConditionalGeneration": "images",
+    "Gemma3nForCausalLM": "an embedding for each layer",
+    "Gemma3nForConditionalGeneration": "images",
+    "Olmo2ForCausalLM": "norms after the branches only",
+    "Olmo3ForCausalLM": "norms after the branches only",
+    "StableLmForCausalLM": "LayerNorm and RoPE of a part of each head",
+    "PhiForCausalLM": "LayerNorm and RoPE of a part of each head",
+    "GPTNeoXForCausalLM": "LayerNorm and parallel branches",
+    "GPT2LMHeadModel": "LayerNorm and learned positions",
+}
