@@ -20,6 +20,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ from . import machine
 from .errors import UserError, describe_out_of_memory, is_out_of_memory
 from .files import FULL
 
+THREAD_SECONDS = 5  # that threads of an interrupted function get to end
 OTHERS_SECONDS = 1  # a launcher ends all processes with the first: the one that prints needs time
 BROKEN_PIPE = 141  # a shell's exit code for a program that was ended by SIGPIPE: 128 + 13
 # The C0 control characters, DEL and the C1 control characters, without tab and newline. A terminal
@@ -161,12 +163,48 @@ def refuse_once(message: str) -> None:
         time.sleep(OTHERS_SECONDS)
 
 
+may_hang = threading.Event()  # a function was interrupted: its threads may never end
+
+
+def expect_hanging_threads() -> None:
+    """Let the program end without waiting for threads and processes that a function has started."""
+    may_hang.set()
+
+
 def command_line(main: Callable[[], int]) -> int:
     """Call main(). -> the exit code of the program.
 
     130 for Ctrl-C, BROKEN_PIPE if the reader of its output has exited (`| head`), 1 if the output
     cannot be written.
     """
+    code = _exit_code(main)
+    if may_hang.is_set():
+        _exit_without_waiting(code)
+    return code
+
+
+def _exit_without_waiting(code: int) -> None:
+    """Exit, if threads or processes are left that the exit of Python would wait for."""
+    import multiprocessing
+
+    threads = [x for x in threading.enumerate() if x is not threading.main_thread()]
+    threads = [x for x in threads if not x.daemon]
+    end = time.monotonic() + THREAD_SECONDS
+    for thread in threads:
+        thread.join(max(0, end - time.monotonic()))
+    processes = multiprocessing.active_children()
+    if not processes and not any(thread.is_alive() for thread in threads):
+        return
+    for process in processes:
+        process.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _exit_code(main: Callable[[], int]) -> int:
+    """Call main() and return the exit code."""
     _open_streams()
     try:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by __init__.py

@@ -20,6 +20,7 @@ from serving import CHATML, chat_folder, chat_tokenizer
 
 from xtrain import Transformer
 from xtrain.data.chat_template import ChatTemplate
+from xtrain.data.records import short_name
 from xtrain.data.sources import from_standard_input
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
@@ -494,6 +495,11 @@ def test_tables_are_read(tmp_path, tokenizer):
     for path in (tmp_path / "t.parquet", saved):
         found = read_examples([path], tokenizer, ChatTemplate(CHATML, {}))
         assert [x.ids.tolist() for (x,) in found] == want
+    for split in ("train", "test"):
+        shutil.copytree(saved, tmp_path / "both" / split)
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert len(list(read_examples([tmp_path / "both"], tokenizer, ChatTemplate(CHATML, {})))) == 2
+    assert short_name([tmp_path / "both"]) == "both (split train, not test)"
     with pytest.raises(UserError, match=r"t\.parquet row 1: the model's folder has no chat templ"):
         list(read_examples([tmp_path / "t.parquet"], tokenizer, None))
 

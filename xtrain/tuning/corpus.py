@@ -12,6 +12,7 @@ import numpy as np
 
 from ..data.batches import Batch
 from ..data.chat_template import ChatTemplate
+from ..data.records import short_name
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 from ..formats.huggingface import read_config
@@ -190,7 +191,7 @@ def read_conversations(config: Any, source: Path, context: int) -> Conversations
     else:
         train, held_out = hold_out(list(zip(records, weights)), c.val_share, "example")
         val = [examples for examples, _ in held_out]
-    name = ", ".join(Path(file).name for file in c.data)
+    name = short_name(c.data)
     corpus = Conversations(
         name,
         len(c.data) + len(c.val_data),
