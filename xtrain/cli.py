@@ -29,7 +29,7 @@ from . import machine
 from .errors import UserError, describe_out_of_memory, is_out_of_memory
 from .files import FULL
 
-THREAD_SECONDS = 5  # that threads of an interrupted function get to end
+EXIT_SECONDS = 30  # that threads and processes of a user's function get to end
 OTHERS_SECONDS = 1  # a launcher ends all processes with the first: the one that prints needs time
 BROKEN_PIPE = 141  # a shell's exit code for a program that was ended by SIGPIPE: 128 + 13
 # The C0 control characters, DEL and the C1 control characters, without tab and newline. A terminal
@@ -163,11 +163,11 @@ def refuse_once(message: str) -> None:
         time.sleep(OTHERS_SECONDS)
 
 
-may_hang = threading.Event()  # a function was interrupted: its threads may never end
+may_hang = threading.Event()  # a user's function was called: its threads may never end
 
 
 def expect_hanging_threads() -> None:
-    """Let the program end without waiting for threads and processes that a function has started."""
+    """Let the program end within EXIT_SECONDS, whatever a user's function has left running."""
     may_hang.set()
 
 
@@ -179,27 +179,19 @@ def command_line(main: Callable[[], int]) -> int:
     """
     code = _exit_code(main)
     if may_hang.is_set():
-        _exit_without_waiting(code)
+        timer = threading.Timer(EXIT_SECONDS, _exit_now, [code])
+        timer.daemon = True  # Python waits for other threads
+        timer.start()
     return code
 
 
-def _exit_without_waiting(code: int) -> None:
-    """Exit, if threads or processes are left that the exit of Python would wait for."""
+def _exit_now(code: int) -> None:
+    """Exit without waiting for threads and processes."""
     import multiprocessing
 
-    threads = [x for x in threading.enumerate() if x is not threading.main_thread()]
-    threads = [x for x in threads if not x.daemon]
-    end = time.monotonic() + THREAD_SECONDS
-    for thread in threads:
-        thread.join(max(0, end - time.monotonic()))
-    processes = multiprocessing.active_children()
-    if not processes and not any(thread.is_alive() for thread in threads):
-        return
-    for process in processes:
+    say("xtrain: threads or processes that a function has started do not end: they end here")
+    for process in multiprocessing.active_children():
         process.kill()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
     os._exit(code)
 
 

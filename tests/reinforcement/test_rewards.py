@@ -245,11 +245,27 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("pool", ["ThreadPoolExecutor", "ProcessPoolExecutor"])
 def test_threads_of_a_call_that_hangs_do_not_keep_the_program(pool):
     """Python waits for them at its end."""
-    script = f"import xtrain.cli; xtrain.cli.THREAD_SECONDS = 0.1\n{THREADS.format(pool=pool)}"
+    script = f"import xtrain.cli; xtrain.cli.EXIT_SECONDS = 0.5\n{THREADS.format(pool=pool)}"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2 and "took more than 0.3 s" in done.stdout, done
+    assert "threads or processes that a function has started do not end" in done.stderr
+
+
+@needs_signals
+def test_a_call_stays_in_its_folder_and_process(task, tmp_path):
+    before = os.getcwd()
+
+    def leave(*_):
+        os.chdir(tmp_path)
+        if os.fork():
+            os.wait()
+            return [1.0]
+        return [2.0]  # the child's, which must not become a second run
+
+    task.reward = leave
+    assert rewards("a") == [1.0] and os.getcwd() == before
 
 
 def test_a_function_cannot_change_the_conversation(task):

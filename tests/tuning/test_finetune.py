@@ -456,6 +456,12 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path, folder, capsys):
     )
     assert "2 left out, the first is" in said[1] and "line 4: has no message of the" in said[1]
     assert "1 left out, the first is" in said[2] and "line 6: it is longer than 96 to" in said[2]
+    late = {"prompt": "x + 1" * 200, "completion": "x"}
+    _, corpus = corpus_of(folder, write_lines(tmp_path / "e.jsonl", late, *records[:2]), too_long="cut")  # fmt: skip
+    assert corpus.reasons == [
+        f"1 left out, the first is {tmp_path / 'e.jsonl'} line 1: nothing of its first 96 tokens is "
+        "trained: give a larger --seq-len"
+    ]
 
 
 def test_reasoning_that_the_template_leaves_out_is_reported(tmp_path, folder):

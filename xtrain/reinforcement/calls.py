@@ -6,13 +6,14 @@ without end, a sleep and a wait for another process; code in C that checks no si
 interrupted. Without that signal (Windows), and elsewhere than on the main thread, there is no
 limit. A function that sets an alarm replaces it.
 
-Threads and processes that an interrupted call has started may never end: then they end with the
-program (cli.py).
+Threads and processes that a call has started may never end: then they end with the program
+(cli.py). A call cannot move the program to another folder, nor leave behind a copy of it (os.fork).
 """
 
 import asyncio
 import contextlib
 import inspect
+import os
 import signal
 import sys
 import threading
@@ -78,6 +79,7 @@ class UserFunction:
 
     def results(self, calls: Sequence[Call], limits: Limits) -> Iterator[Any]:
         """Yield what each call returns, or its CallError. Raises Interrupted."""
+        expect_hanging_threads()
         if self.is_async:
             yield from self._together(calls, limits)
         else:
@@ -90,7 +92,7 @@ class UserFunction:
 
     def _alone(self, call: Call, limits: Limits) -> Any:
         try:
-            with time_limit(limits):
+            with contained(limits):
                 return whole(self.function(*call.arguments, **call.named))
         except BaseException as error:  # asyncio.CancelledError does not derive from Exception
             return self._failed(error, call, limits)
@@ -115,7 +117,7 @@ class UserFunction:
 
         later = Limits(limits.seconds and limits.seconds + GRACE, limits.overdue)
         try:
-            with time_limit(later):  # a call that does not await
+            with contained(later):  # a call that does not await
                 return asyncio.run(all_of_them())
         except TooLong as error:
             return [self._failed(error, call, limits) for call in calls]
@@ -149,6 +151,24 @@ def is_ctrl_c(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
+def contained(limits: Limits) -> Iterator[None]:
+    """Limit the time inside; afterwards, return to the current folder. Another process that leaves
+    this ends."""
+    process = os.getpid()
+    folder = None
+    with contextlib.suppress(OSError):  # it may be gone
+        folder = os.getcwd()
+    try:
+        with time_limit(limits):
+            yield
+    finally:
+        if os.getpid() != process:
+            os._exit(1)
+        if folder is not None:
+            os.chdir(folder)
+
+
+@contextlib.contextmanager
 def time_limit(limits: Limits) -> Iterator[None]:
     """Raise TooLong inside when the time is over, Interrupted once overdue() is true. If it is
     caught there, the next one is raised twice, the second time where the first one is caught."""
@@ -169,7 +189,6 @@ def time_limit(limits: Limits) -> Iterator[None]:
 
     def interrupt(kind, frame):
         nonlocal raised
-        expect_hanging_threads()
 
         def at_next_line(frame, event, argument):
             if event == "line":

@@ -227,10 +227,16 @@ def fitting(
                     "it, or give --too-long skip or cut"
                 )
             x = x.cut(limit)
-            if too_long == "skip" or not x.trained[1:].any():  # nothing to train is left
+            if too_long == "skip":
                 left_out.add(
                     x.where,
                     f"it is longer than {limit} tokens: give a larger --seq-len, or --too-long cut",
+                )
+                continue
+            if not x.trained[1:].any():
+                left_out.add(
+                    x.where,
+                    f"nothing of its first {limit} tokens is trained: give a larger --seq-len",
                 )
                 continue
         yield x
