@@ -156,6 +156,8 @@ class AdapterOptions(ParallelOptions, ExpertOptions, OptimizerOptions):
             "init": self.lora_init if self.lora_init != "default" else None,
         }
         given = {name: value for name, value in options.items() if value is not None}
+        if "targets" in given:
+            given["modules"] = frozenset()
         return replace(lora, r=self.lora, base=base, **given)
 
 
