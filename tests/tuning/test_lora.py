@@ -437,6 +437,14 @@ def test_adapters_are_trained_further(tmp_path, folder, data, capsys):
     again = ["--init", str(first), "--data", str(data), "--out", str(tmp_path / "c"), "--lora", "8"]
     assert main(again) == 2
     assert "holds adapters of rank 4: give that to --lora" in capsys.readouterr().err
+    again[-1] = "4"
+    for more in (
+        ["--lora-targets", "v_proj"],
+        ["--lora-dora"],
+        ["--lora-rank-pattern", "v_proj=2"],
+    ):
+        assert main([*again, *more]) == 2
+        assert f"holds adapters with another {more[0]}: leave the option" in capsys.readouterr().err
 
 
 def test_a_model_is_written_in_the_dtype_of_the_base_or_another(tmp_path, folder, capsys):
