@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rich.progress import Progress
 from runs import DATA
 from signals import default_signals_in_child
 
+from xtrain import cli
 from xtrain.cli import Output, command_line
 from xtrain.console import PrintableConsole
 
@@ -25,6 +27,12 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full (Linu
 
 
 pytestmark = pytest.mark.usefixtures("cache")
+
+
+@pytest.fixture(autouse=True)
+def no_functions(monkeypatch):
+    """Earlier tests have called functions, whose threads `command_line` would end with this process."""
+    monkeypatch.setattr(cli, "may_hang", threading.Event())
 
 
 def command(output, *arguments):

@@ -20,6 +20,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ from . import machine
 from .errors import UserError, describe_out_of_memory, is_out_of_memory
 from .files import FULL
 
+EXIT_SECONDS = 30  # that threads and processes of a user's function get to end
 OTHERS_SECONDS = 1  # a launcher ends all processes with the first: the one that prints needs time
 BROKEN_PIPE = 141  # a shell's exit code for a program that was ended by SIGPIPE: 128 + 13
 # The C0 control characters, DEL and the C1 control characters, without tab and newline. A terminal
@@ -161,12 +163,40 @@ def refuse_once(message: str) -> None:
         time.sleep(OTHERS_SECONDS)
 
 
+may_hang = threading.Event()  # a user's function was called: its threads may never end
+
+
+def expect_hanging_threads() -> None:
+    """Let the program end within EXIT_SECONDS, whatever a user's function has left running."""
+    may_hang.set()
+
+
 def command_line(main: Callable[[], int]) -> int:
     """Call main(). -> the exit code of the program.
 
     130 for Ctrl-C, BROKEN_PIPE if the reader of its output has exited (`| head`), 1 if the output
     cannot be written.
     """
+    code = _exit_code(main)
+    if may_hang.is_set():
+        timer = threading.Timer(EXIT_SECONDS, _exit_now, [code])
+        timer.daemon = True  # Python waits for other threads
+        timer.start()
+    return code
+
+
+def _exit_now(code: int) -> None:
+    """Exit without waiting for threads and processes."""
+    import multiprocessing
+
+    say("xtrain: threads or processes that a function has started do not end: they end here")
+    for process in multiprocessing.active_children():
+        process.kill()
+    os._exit(code)
+
+
+def _exit_code(main: Callable[[], int]) -> int:
+    """Call main() and return the exit code."""
     _open_streams()
     try:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by __init__.py

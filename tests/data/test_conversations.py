@@ -135,6 +135,7 @@ def test_values_of_the_template(tokenizer):
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"},
          [("system", "s"), ("user", "q"), ("assistant", "a")]),
         ({"instruction": "q", "input": "", "output": "a"}, [("user", "q"), ("assistant", "a")]),
+        ({"instruction": "q", "input": " ", "output": "a"}, [("user", "q"), ("assistant", "a")]),
         ({"instruction": "q", "input": "i", "output": "a"}, [("user", "q\n\ni"), ("assistant", "a")]),
         ({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
          [("user", "q1"), ("assistant", "a1"), ("user", "q1"), ("assistant", "a1")]),
@@ -155,6 +156,26 @@ def test_forms_of_records(record, expected):
         assert set(found.trained) <= {len(expected) - 1}, "nothing of the prompt"
 
 
+def test_fields_that_only_other_rows_of_a_table_have():
+    """A column of structs has all fields of all rows, null where a row lacks one. In JSON null is a value."""
+    table = pytest.importorskip("pyarrow").Table
+    tool = lambda name, key: {"function": {"name": name, "parameters": {key: {"type": "string"}}}}
+    call = lambda name, key: {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": {key: "1"}}}]}  # fmt: skip
+    rows = [{"messages": [USER, call(f, key)], "tools": [tool(f, key)]} for f, key in ("fa", "gb")]
+    for row, stored in zip(rows, table.from_pylist(rows).to_pylist()):
+        assert stored != row
+        found = Conversation.of(Record(Path("x"), 1, stored, "row"))
+        assert (found.messages, found.tools) == (row["messages"], row["tools"])
+        as_json = Conversation.of(Record(Path("x"), 1, stored))
+        assert None in as_json.messages[1]["tool_calls"][0]["function"]["arguments"].values()
+
+
+@pytest.mark.parametrize("function", [{"name": "mul"}, {"name": "mul", "arguments": None}])
+def test_a_call_without_arguments(tokenizer, function):
+    call = {"role": "assistant", "tool_calls": [{"function": function}]}
+    assert trained(tokenizer, CHATML, [USER, call]) == [["mul{}<|im_end|>"]]
+
+
 def test_prompts(tokenizer):
     """Answers at the end are left out; tools may be JSON, as tables have them."""
     template = ChatTemplate("{{ tools[0].function.name }}|" + CHATML, {})
@@ -173,7 +194,9 @@ def test_prompts(tokenizer):
         (TALK, {"chat_template_kwargs": []}, '"chat_template_kwargs" must be an object'),
         ([{"role": "assistant", "tool_calls": [7]}], {}, '"tool_calls" of message 1 must be a list'),
         ([{"role": "assistant", "tool_calls": {"name": "f"}}], {}, '"tool_calls" of message 1 must be'),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "must be a string, not list"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "message 1 has a part of the type 'image_url'"),
+        ([{"role": "user", "content": [{"type": "image", "text": "x"}]}], {}, "has a part of the type 'image', but only"),
+        ([{"role": "user", "content": ["q"]}], {}, "must be a string, not list"),
         ([ANSWER], {}, "has only messages of the assistant"),
         ([{"role": None, "content": "q"}], {}, 'message 1 needs "role" and "content"'),
         ([{"role": "user", "content": "q", "weight": "0"}], {}, "message 1 has the weight '0': give 0,"),

@@ -79,6 +79,9 @@ def test_arc(tmp_path):
     ]:
         with pytest.raises(UserError, match=f"line 1.*{want}"):
             read(lines(tmp_path / "x.jsonl", row))
+    without = {name: x for name, x in HUB_ARC.items() if name != "question"}
+    with pytest.raises(UserError, match=r'line 2 has no text in "question": add it'):
+        read(lines(tmp_path / "x.jsonl", HUB_ARC, without))
 
 
 def test_mmlu(tmp_path):

@@ -185,6 +185,7 @@ def test_a_chat_model_is_asked(tmp_path, capsys):
         ([chat, "--shots", 1, "--examples", lines(tmp_path / "c2.jsonl", {"messages": [user], "answer": "x"})],
          "has messages, which --shots cannot be put in front of"),
         ([plain, "--system", "x"], "--system needs records with messages"),
+        ([plain, "--chat-template-kwargs", "{}"], "--chat-template-kwargs needs records with messages"),
         ([plain, "--chat-template", "llama"], "--chat-template llama is not a file"),
     ):  # fmt: skip
         code, _, err = evaluate(capsys, folder, *arguments)

@@ -20,7 +20,7 @@ from xtrain.reinforce import main, reinforce
 from xtrain.reinforcement.algorithms import ALGORITHMS, find_algorithm
 from xtrain.reinforcement.grpo import GRPO, of_tokens
 from xtrain.reinforcement.options import ReinforceConfig
-from xtrain.reinforcement.surrogate import Rewarded, surrogate
+from xtrain.reinforcement.surrogate import Objective, Rewarded, surrogate
 
 P, G, T = (3, 4, 7)
 LIMIT = 9
@@ -210,6 +210,7 @@ BAD_ALGORITHMS = {
     r"objective raised ZeroDivisionError \(.*\) at test_algorithms.py:\d+": {"objective": lambda x: 1 / 0},
     r"objective returned an array of shape \(3,\), not \(\d+,\)": {"objective": lambda x: (x.now, x.now[:3])},
     r"objective returned 5, not an Objective": {"objective": lambda x: 5},
+    r"objective returned numbers that are not finite": {"objective": lambda x: (x.now, x.now * np.nan)},
     r"advantages returned an array of shape \(2,\), not \(2, 4\) or \(2, 4, \d+\)": {"advantages": lambda x: x.rewards[:, 0]},
     r"advantages returned 'a', not an array of numbers": {"advantages": lambda x: "a"},
     r"weights returned numbers that are not finite": {"weights": lambda x: x.rewards * np.nan},
@@ -225,6 +226,23 @@ def test_a_bad_algorithm_is_one_sentence(words, folder, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=words) as caught:
         run_of(folder, tmp_path, algorithm="examples.high_entropy:ALGORITHM")
     assert "\n" not in str(caught.value)
+
+
+def test_an_algorithm_may_change_what_it_gets(folder, tmp_path, monkeypatch):
+    """The numbers that are logged, and those of the other functions, stay."""
+
+    def objective(tokens):
+        np.subtract(tokens.now, tokens.then, out=tokens.now)
+        return Objective(-tokens.advantages * np.exp(tokens.now), -tokens.advantages)
+
+    def advantages(step):
+        step.counted[:] = False
+        return GRPO.advantages(step)
+
+    own = replace(GRPO, objective=objective, advantages=advantages)
+    monkeypatch.setattr(high_entropy, "ALGORITHM", own)
+    _, lines = run_of(folder, tmp_path, algorithm="examples.high_entropy:ALGORITHM")
+    assert [m["ratio_error"] for m in lines] == [0, 0] and lines[0]["grad_norm"] > 0
 
 
 @pytest.mark.parametrize(

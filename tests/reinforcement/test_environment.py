@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 import types
 
 import numpy as np
@@ -202,6 +203,19 @@ def test_what_a_reply_may_not_be(module):
         (error,) = Environment("a_game:reply").replies([(prompt, [])], Limits())
         assert "not a message (a text, or role and content) for line 1" in str(error)
     assert prompt.fields["seen"] == []
+
+
+def test_a_reply_may_change_afterwards(module):
+    """A function that returns the same object again and again does not change what was said before."""
+    same = {"role": "user", "content": "1"}
+    module.reply = lambda record, messages: same
+    asked = [(Prompt("line 1", [1], {}), [])]
+    (first,) = Environment("a_game:reply").replies(asked, Limits())
+    same["content"] = "2"
+    assert first == [{"role": "user", "content": "1"}]
+    same["lock"] = threading.Lock()
+    (error,) = Environment("a_game:reply").replies(asked, Limits())
+    assert "which cannot be copied, for line 1" in str(error)
 
 
 def test_a_reply_that_the_template_rejects(chat, tmp_path, module):

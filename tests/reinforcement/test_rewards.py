@@ -2,16 +2,19 @@
 
 import asyncio
 import contextlib
+import decimal
 import json
 import linecache
 import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 import types
 
+import numpy as np
 import pytest
 from checks import GPU
 from runs import SILENT, assert_same_run, checkpoints, metrics
@@ -42,8 +45,17 @@ def hang(*_):
             time.sleep(60)
 
 
+def catch_everything(*_):
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            continue
+
+
 HANGS = {
     "sleep": hang,
+    "bare except": catch_everything,
     "map": lambda record, texts: map(hang, texts),
     "regular expression": lambda record, texts: re.match(r"(a+)+$", "a" * 60 + "b"),
 }
@@ -140,6 +152,8 @@ def test_what_a_call_may_return(task):
         ([1e308, 0], r"returned the reward 1e\+308, which is larger than 1e\+30, for"),
         (map(lambda x: 1 / x, [1, 0]), "raised ZeroDivisionError"),
         ("10", "returned '10', not a list of numbers"),
+        (["1", "0"], r"returned \['1', '0'\], not a list of numbers"),
+        ({1.0, 2.0}, r"returned .1.0, 2.0., not a list of numbers"),
         ([Unreadable(), 1], r"returned \[<.*>, 1\], not a list of numbers"),
     ):
         task.reward = lambda *_, returned=returned: returned
@@ -147,6 +161,17 @@ def test_what_a_call_may_return(task):
             call()
     task.reward = lambda *_: map(float, [1, 2])
     assert call() == [1.0, 2.0]
+    task.reward = lambda *_: [np.True_, np.float32(2)]
+    assert call() == [1.0, 2.0]
+    task.reward = lambda *_: [True, decimal.Decimal("2")]
+    assert call() == [1.0, 2.0]
+
+    async def lazily(*_):
+        return (x for x in (1.0, math.nan))
+
+    task.reward = lazily
+    with pytest.raises(CallError, match="returned the reward nan"):
+        call()
 
 
 class Unreadable:
@@ -172,6 +197,82 @@ def test_an_error_that_is_no_exception(task):
     task.reward = interrupted
     with pytest.raises(KeyboardInterrupt):
         rewards("a")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_ctrl_c_in_a_run_and_a_function_that_raises_the_same(task, is_async):
+    """The function's own KeyboardInterrupt is its failure, so the run is saved."""
+
+    def raising(error):
+        def reward(*_):
+            raise error
+
+        async def later(*_):
+            raise error
+
+        return later if is_async else reward
+
+    with preemption.StopRequest():
+        task.reward = raising(KeyboardInterrupt)
+        with pytest.raises(CallError, match=r"raised KeyboardInterrupt \(\) at test_rewards"):
+            rewards("a")
+        task.reward = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            rewards("a")
+
+
+THREADS = """
+import sys, time
+from concurrent.futures import {pool}
+from xtrain.cli import command_line
+from xtrain.reinforcement.calls import Call, Limits, UserFunction
+
+def wait(*_):
+    with {pool}(1) as pool:
+        list(pool.map(time.sleep, [1000]))
+
+def main():
+    (error,) = UserFunction("__main__:wait").results([Call("line 1", ((),))], Limits(0.3))
+    print(error)
+    return 2
+
+if __name__ == "__main__":
+    sys.exit(command_line(main))
+"""
+
+
+@needs_signals
+@pytest.mark.parametrize("pool", ["ThreadPoolExecutor", "ProcessPoolExecutor"])
+def test_threads_of_a_call_that_hangs_do_not_keep_the_program(pool):
+    """Python waits for them at its end."""
+    script = f"import xtrain.cli; xtrain.cli.EXIT_SECONDS = 0.5\n{THREADS.format(pool=pool)}"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "took more than 0.3 s" in done.stdout, done
+    assert "threads or processes that a function has started do not end" in done.stderr
+
+
+@needs_signals
+def test_a_call_stays_in_its_folder_and_process(task, tmp_path):
+    before = os.getcwd()
+
+    def leave(*_):
+        os.chdir(tmp_path)
+        if os.fork():
+            os.wait()
+            return [1.0]
+        return [2.0]  # the child's, which must not become a second run
+
+    task.reward = leave
+    assert rewards("a") == [1.0] and os.getcwd() == before
+
+
+def test_a_function_cannot_change_the_conversation(task):
+    prompt = prompt_of(1, chat=True)
+    task.reward = lambda prompts, **more: [prompts[0][0].update(content="changed") or 1.0]
+    assert list(Task("a_reward_task:reward").rewards([group_of(prompt, "a")], 1, Limits()))
+    assert prompt.asked == [{"role": "user", "content": "prompt 1"}]
 
 
 @pytest.mark.parametrize("batched", [False, True])

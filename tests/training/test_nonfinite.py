@@ -14,7 +14,7 @@ from runs import DEVICE, assert_same_run, metrics, run
 
 from xtrain import ModelConfig, Transformer
 from xtrain.data.batches import Batch
-from xtrain.device import to_device
+from xtrain.device import to_device, to_numpy
 from xtrain.errors import UserError
 from xtrain.formats.adapters import LoraPart, Ranks
 from xtrain.kernels.cross_entropy import count_targets
@@ -23,6 +23,7 @@ from xtrain.nn.autograd import Function
 from xtrain.nn.deferred import AddNormLinear, ResidualRMSNorm, SwiGLULinear
 from xtrain.nn.expert_lora import EXPERT_MATRICES, LoraExperts
 from xtrain.nn.experts import MixtureOfExperts
+from xtrain.nn.loss_functions import LinearLogprobs
 from xtrain.nn.modules import Module, Parameter
 from xtrain.nn.observers import in_layer, observe_ops
 from xtrain.nn.router_losses import AddTerms, RouterLosses
@@ -208,6 +209,19 @@ def test_every_op_is_among_them():
         for _, op, way in events(*MODELS[name]()):
             ways.setdefault(op, set()).add(way)
         assert all(both == {"forward", "backward"} for both in ways.values()), ways
+
+
+def test_rows_without_a_target_are_no_fault():
+    """Their log-probability is NaN."""
+    model, _ = transformer()
+    ids = np.arange(8, dtype=np.int32).reshape(2, 4)
+    targets = np.where(ids % 2, ids, -100).astype(np.int32)
+    logprobs = lambda: model.logprobs(to_device(ids, DEVICE), to_device(targets, DEVICE))
+    assert np.isnan(to_numpy(logprobs().data)).sum() == 4
+    assert first_nonfinite(model, logprobs) is None
+    with wrapped_ops(lambda cls, way, r: cls is LinearLogprobs and way == "forward" and r.fill(np.nan)):  # fmt: skip
+        found = first_nonfinite(model, logprobs)
+    assert found.startswith("outside the layers, LinearLogprobs") and "(4 NaN" in found
 
 
 def test_weights_come_first():

@@ -76,4 +76,5 @@ def test_refused(tmp_path):
     with pytest.raises(
         UserError, match="--best val_los is not measured: choose from val_bpb, val_loss"
     ):
-        run(tmp_path, steps=2, eval_every=1, best="val_los")
+        run(tmp_path, steps=3, eval_every=2, save_every=0, best="val_los", name="wrong")
+    assert checkpoints(tmp_path / "wrong") == ["step-000002"]  # and --resume continues it

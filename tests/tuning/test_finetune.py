@@ -20,6 +20,7 @@ from serving import CHATML, chat_folder, chat_tokenizer
 
 from xtrain import Transformer
 from xtrain.data.chat_template import ChatTemplate
+from xtrain.data.records import short_name
 from xtrain.data.sources import from_standard_input
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
@@ -455,6 +456,12 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path, folder, capsys):
     )
     assert "2 left out, the first is" in said[1] and "line 4: has no message of the" in said[1]
     assert "1 left out, the first is" in said[2] and "line 6: it is longer than 96 to" in said[2]
+    late = {"prompt": "x + 1" * 200, "completion": "x"}
+    _, corpus = corpus_of(folder, write_lines(tmp_path / "e.jsonl", late, *records[:2]), too_long="cut")  # fmt: skip
+    assert corpus.reasons == [
+        f"1 left out, the first is {tmp_path / 'e.jsonl'} line 1: nothing of its first 96 tokens is "
+        "trained: give a larger --seq-len"
+    ]
 
 
 def test_reasoning_that_the_template_leaves_out_is_reported(tmp_path, folder):
@@ -494,6 +501,11 @@ def test_tables_are_read(tmp_path, tokenizer):
     for path in (tmp_path / "t.parquet", saved):
         found = read_examples([path], tokenizer, ChatTemplate(CHATML, {}))
         assert [x.ids.tolist() for (x,) in found] == want
+    for split in ("train", "test"):
+        shutil.copytree(saved, tmp_path / "both" / split)
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert len(list(read_examples([tmp_path / "both"], tokenizer, ChatTemplate(CHATML, {})))) == 2
+    assert short_name([tmp_path / "both"]) == "both (split train, not test)"
     with pytest.raises(UserError, match=r"t\.parquet row 1: the model's folder has no chat templ"):
         list(read_examples([tmp_path / "t.parquet"], tokenizer, None))
 

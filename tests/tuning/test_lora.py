@@ -1,6 +1,7 @@
 """LoRA: gradients against torch, PEFT's files both ways, a run stopped and resumed, the engine on a model with adapters."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -226,7 +227,12 @@ OF_PEFT = {
     "embedding": dict(target_modules=["embed_tokens", "q_proj"]),
     "pissa": dict(init_lora_weights="pissa"),
     "bias": dict(bias="all", target_modules=["q_proj", "o_proj"]),
+    "one layer": dict(layers_to_transform=[1]),
+    "others of each layer": dict(target_modules=r".*layers\.0\..*(q|o)_proj|.*layers\.1\..*(up|down)_proj"),
+    "all but some": dict(exclude_modules=r".*layers\.1.*proj|.*k_proj"),
 }  # fmt: skip
+
+SWITCHED = ("patterns", "patterns, rslora", "one layer", "others of each layer", "all but some")
 
 
 @pytest.mark.parametrize("kind", OF_PEFT)
@@ -256,7 +262,14 @@ def test_what_peft_adds_to_a_model(folder, tmp_path, kind):
     np.testing.assert_allclose(found, expected, atol=1e-4)
     plain = Transformer.from_pretrained(base, "cpu")(ids).numpy()
     assert abs(plain - expected).max() > 0.05
-    if "patterns" in kind:  # chosen by a request
+    further = AdaptedTransformer.from_pretrained(base, "cpu", trainable=False)
+    further.adapt(replace(Lora.read(tmp_path / "theirs"), base=str(base)))
+    further.load_weights(tmp_path / "theirs")
+    np.testing.assert_allclose(further(ids).numpy(), expected, atol=1e-4)
+    further.save_pretrained(tmp_path / "ours")
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "ours")  # fmt: skip
+    np.testing.assert_allclose(loaded(torch.tensor(ids)).logits.detach().numpy(), expected, atol=1e-4)  # fmt: skip
+    if kind in SWITCHED:  # chosen by a request
         served = Transformer.from_pretrained(base, "cpu")
         add_adapters(served, {"a": tmp_path / "theirs"})
         (answer,) = Engine(served, 1).generate([[1, 2, 3]], 9, adapter="a")
@@ -264,6 +277,22 @@ def test_what_peft_adds_to_a_model(folder, tmp_path, kind):
         return
     with pytest.raises(UserError, match=r"merge it with `xtrain export --merge`|no matrices for the adapters"):  # fmt: skip
         add_adapters(Transformer.from_pretrained(base, "cpu"), {"a": tmp_path / "theirs"})
+
+
+def test_an_embedding_of_peft_that_is_not_the_models(folder, tmp_path):
+    """Peft writes the embedding next to its adapter: it may have been changed before."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    options = peft.LoraConfig(r=3, target_modules=["embed_tokens", "q_proj"])
+    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), options)
+    with torch.no_grad():
+        theirs.get_input_embeddings().base_layer.weight[3] += 1
+    theirs.save_pretrained(tmp_path)
+    further = AdaptedTransformer.from_pretrained(folder, "cpu", trainable=False)
+    further.adapt(Lora.read(tmp_path))
+    with pytest.raises(UserError, match=r"holds another model.embed_tokens than its model .*--merge"):  # fmt: skip
+        further.load_weights(tmp_path)
 
 
 def test_tied_weights_have_no_adapters_of_their_own(tmp_path):
@@ -408,6 +437,14 @@ def test_adapters_are_trained_further(tmp_path, folder, data, capsys):
     again = ["--init", str(first), "--data", str(data), "--out", str(tmp_path / "c"), "--lora", "8"]
     assert main(again) == 2
     assert "holds adapters of rank 4: give that to --lora" in capsys.readouterr().err
+    again[-1] = "4"
+    for more in (
+        ["--lora-targets", "v_proj"],
+        ["--lora-dora"],
+        ["--lora-rank-pattern", "v_proj=2"],
+    ):
+        assert main([*again, *more]) == 2
+        assert f"holds adapters with another {more[0]}: leave the option" in capsys.readouterr().err
 
 
 def test_a_model_is_written_in_the_dtype_of_the_base_or_another(tmp_path, folder, capsys):

@@ -209,7 +209,8 @@ def test_bad_preferences_are_named(tmp_path, tokenizer):
         (False, {"prompt": "a", "chosen": "b"}, 'has no field "rejected": add it$'),
         (False, {"prompt": "a", "completion": "b", "label": True}, "or use --loss kto"),
         (False, pair | {"rejected": "b"}, '"chosen" and "rejected" are the same'),
-        (False, pair | {"chosen": " "}, "is empty"),
+        (False, pair | {"chosen": " "}, '"chosen" is empty'),
+        (False, {"prompt": [USER], "chosen": [GOOD], "rejected": ""}, '"rejected" is empty'),
         (False, pair | {"chosen": 7}, "must be a string, not int"),
         (False, {"chosen": "b", "rejected": "c"}, 'has no field "prompt"'),
         (False, {"chosen": [USER], "rejected": [USER, BAD]}, '"chosen" must be an answer to the prompt'),
@@ -311,8 +312,10 @@ def test_adapters_that_are_trained_further_are_the_reference(tmp_path, folder):
     "own, words",
     [
         (lambda x, options: 1 / 0, r"--loss a_loss:own raised ZeroDivisionError"),
-        (lambda x, options: 5, r"must return Losses of shapes .*, got 5: fix the function"),
-        (lambda x, options: Losses(x.logprobs, x.logprobs, x.logprobs), r"must return Losses of shapes"),
+        (lambda x, options: 5, r"returned 5, not Losses: fix the function"),
+        (lambda x, options: Losses(x.logprobs, x.logprobs, x.logprobs), r"returned an array of shape \(2, 2\), not \(2,\), as losses"),
+        (lambda x, options: Losses([1, 2], [[1], [2, 3]], x.logprobs), r"returned .*, not an array of numbers, as slopes"),
+        (lambda x, options: Losses([1, 2], x.logprobs, x.logprobs * np.nan), r"returned numbers that are not finite"),
     ],
 )  # fmt: skip
 def test_a_bad_loss_is_one_sentence(own, words, monkeypatch):
@@ -331,6 +334,18 @@ def test_a_loss_of_ones_own(tmp_path, folder, monkeypatch):
         for i, name in enumerate(names)
     ]
     assert metrics(runs[0]) == metrics(runs[1])
+
+
+def test_a_loss_may_return_lists_and_change_what_it_gets(monkeypatch):
+    def own(x, options):
+        x.logprobs[:] = 7
+        return Losses([1, 2], [[1, 2], [3, 4]], [[5, 6], [7, 8]])
+
+    monkeypatch.setitem(sys.modules, "a_loss", types.SimpleNamespace(own=own))
+    answers = Answers(np.ones((2, 2)), np.ones((2, 2)), np.ones((2, 2)))
+    found = loss_named("a_loss:own")(answers, None)
+    assert found.losses.sum() == 3 and found.slopes.shape == (2, 2)
+    assert (answers.logprobs == 1).all()
 
 
 def test_a_run_is_saved_before_a_loss_ends_it(tmp_path, folder, monkeypatch):

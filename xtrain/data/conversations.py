@@ -36,6 +36,7 @@ OTHER_ROLES = {
     "model": "assistant",
     "observation": "tool",
 }
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of parts of a content
 CALLED = "called_function_7f3a"  # in place of a function's name: no text has it
 Answers = Literal["all", "last", "each"]
 Message = dict[str, Any]
@@ -90,6 +91,7 @@ class Conversation:
             raise UserError(
                 f'{record.where}: "{name}" must be a list of messages: fix or remove the line'
             )
+        messages = record.without_nulls(messages)
         read = [_message(record, i, message) for i, message in enumerate(messages, 1)]
         return cls(
             record.where,
@@ -169,8 +171,8 @@ class Conversation:
         UserError."""
         if not self.trained:
             raise UserError(
-                f"{self.where} has no message of the assistant, so nothing to train: add one, or "
-                "remove the line"
+                f"{self.where} has no message of the assistant that is trained: add one, or remove "
+                "the line"
             )
         with naming(self.where):
             return self._tokens(tokenizer, _needed(template))
@@ -344,7 +346,7 @@ def _messages_of(record: Record) -> Any:
             )
         return prompt + completion
     asked = record.text("instruction")
-    if fields.get("input"):
+    if str(fields.get("input") or "").strip():
         asked += "\n\n" + record.text("input")
     answer = {"role": "assistant", "content": record.text("output")}
     return [*system, {"role": "user", "content": asked}, answer]
@@ -367,7 +369,7 @@ def without_weight(message: Any) -> Any:
 
 def _decoded(record: Record, name: str, kind: type, what: str) -> Any:
     """Return a field that may be JSON in a string, as tables have it."""
-    value = record.fields.get(name)
+    value = record.without_nulls(record.fields.get(name))
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value or "null")
@@ -406,18 +408,25 @@ def _message(record: Record, number: int, message: Any) -> tuple[Message, int | 
         return message, weight
     if "content" not in message:
         raise UserError(f'{record.where}: {name} has no "content": add it')
-    message["content"] = _content(message["content"])
+    message["content"] = _content(record, name, message["content"])
     empty = role not in ("assistant", "user")
     record.check_text(message["content"], f'"content" of {name} ({role})', empty)
     return message, weight
 
 
-def _content(content: Any) -> Any:
-    """Return parts of text as one text, and anything else as it is."""
+def _content(record: Record, name: str, content: Any) -> Any:
+    """Return parts of text as one text, and anything else as it is. Raises UserError for an image
+    or another part that is no text."""
     if not isinstance(content, list):
         return content
     text = ""
     for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in (None, *TEXT_PARTS):
+            raise UserError(
+                f"{record.where}: {name} has a part of the type {str(kind)[:40]!r}, but only text is "
+                "supported: remove the part, or the line"
+            )
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             return content
         text += part["text"]

@@ -36,9 +36,22 @@ class Record:
         """The names of the fields that are not null."""
         return {name for name, value in self.fields.items() if value is not None}
 
+    def without_nulls(self, value: Any) -> Any:
+        """Return a value of this record. All rows of a table have the same fields inside a column:
+        those that are null there are left out."""
+        if self.unit != "row":
+            return value
+        if isinstance(value, list):
+            return [self.without_nulls(x) for x in value]
+        if isinstance(value, dict):
+            return {name: self.without_nulls(x) for name, x in value.items() if x is not None}
+        return value
+
     def text(self, name: str, default: str | None = None) -> str:
-        """Return a non-empty string; with a default it may be missing, or empty."""
-        value = self.fields.get(name, default)
+        """Return a non-empty string; with a default it may be missing, null, or empty."""
+        value = self.fields.get(name)
+        if value is None:
+            value = default
         if value is None:
             raise UserError(f'{self.where} has no field "{name}": add it, or remove the line')
         return self.check_text(value, f'"{name}"', may_be_empty=default is not None)
@@ -106,6 +119,14 @@ def record_files(names: Sequence[str | Path]) -> list[Path]:
     if not files:
         raise UserError(f"{sources.name} has no .jsonl, .parquet or .arrow files: give some")
     return files
+
+
+def short_name(names: Sequence[str | Path]) -> str:
+    """Return the names of files and folders without their paths, and the splits that are read.
+    Raises UserError."""
+    sources = Sources(names)
+    sources.find()
+    return ", ".join(Path(name).name for name in names) + sources.splits
 
 
 def records(path: Path) -> Iterator[Record]:

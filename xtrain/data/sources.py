@@ -90,11 +90,14 @@ class Sources:
     def name(self) -> str:
         if self.own:
             return f"Python {sys.version.split()[0]} standard library"
-        if self._splits:
-            splits = f" ({', '.join(self._splits.values())})"
-        else:
-            splits = ""
-        return listed([str(path) for path in self.paths], 3) + splits
+        return listed([str(path) for path in self.paths], 3) + self.splits
+
+    @property
+    def splits(self) -> str:
+        """Which splits `find` has used, for the end of a name; "" if there was no choice."""
+        if not self._splits:
+            return ""
+        return f" ({', '.join(self._splits.values())})"
 
     def find(self) -> list[Source]:
         """Return the files as they are now."""

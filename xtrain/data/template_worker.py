@@ -143,6 +143,8 @@ def with_calls(message):
         function = call.get("function", call)
         arguments = function.get("arguments")
         text = ""
+        if arguments is None:
+            arguments = {}
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):  # a model may write anything
                 text = arguments or "{}"

@@ -59,7 +59,7 @@ def _without_brackets(text: str) -> str:
 
 def read_arc(r: Record) -> Item:
     """Read a question of ARC. The choices are the texts, not their labels."""
-    question = r.fields["question"]
+    question = r.fields.get("question")
     choices = r.fields.get("choices")
     if isinstance(question, dict):  # as published by AI2
         listed = question.get("choices")
@@ -80,6 +80,8 @@ def read_arc(r: Record) -> Item:
         raise UserError(
             f'{r.where}: "answerKey" is {key!r}, which is no label of a choice: fix or remove the line'
         )
+    if question is None:
+        raise UserError(f'{r.where} has no text in "question": add it, or remove the line')
     stem = r.check_text(question, '"question"')
     return Choice(
         where=r.where,

@@ -115,8 +115,12 @@ class TaskExams:
         if not 1 <= stride <= context:
             raise UserError(f"--stride must be from 1 to the context, {context}, got {stride}")
         self.scorer = Scorer(p, context, o.max_batch, o.batch_invariant, o.kv_cache, o.speculate)
-        if o.system is not None and not any(_is_chat(task, o) for task in tasks):
-            raise UserError("--system needs records with messages, or --chat-template: give one")
+        for name in ("system", "chat_template_kwargs"):
+            if getattr(o, name) is not None and not any(_is_chat(task, o) for task in tasks):
+                raise UserError(
+                    f"--{name.replace('_', '-')} needs records with messages, or --chat-template: "
+                    "give one"
+                )
         chats = _texts(p, o)
         self.exams = [_exam(task, self.scorer, stride, o, chats) for task in tasks]
         self.scorer.max_batch = min(o.max_batch, max(exam.n_sequences for exam in self.exams))

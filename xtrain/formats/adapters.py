@@ -216,11 +216,10 @@ def read_adapters(folder: Path) -> dict[str, Stored]:
     return one_tensor_each(stored)
 
 
-def read_targets(folder: Path) -> set[str]:
-    """Return the names of the matrices that have adapters: "q_proj"."""
+def read_modules(folder: Path) -> frozenset[str]:
+    """Return the names of the matrices that have adapters: "model.layers.0.self_attn.q_proj"."""
     names = [name for name in read_adapters(folder) if name.endswith((A, EMBEDDING_A))]
-    modules = (name.removesuffix(A).removesuffix(EMBEDDING_A) for name in names)
-    return {module.rpartition(".")[2] for module in modules}
+    return frozenset(name.removesuffix(A).removesuffix(EMBEDDING_A) for name in names)
 
 
 def merged(stored: dict[str, Stored], folder: Path, tied: bool) -> dict[str, Stored]:

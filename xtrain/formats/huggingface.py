@@ -204,7 +204,7 @@ def tensors_for(model: Any, folder: Path) -> dict[str, Stored]:
     Raises UserError if they do not fit or are not finite.
     """
     if model.adapter is not None and is_adapter(folder):
-        stored = read_adapters(folder)
+        stored = _without_copies(folder, read_adapters(folder))
     elif is_adapter(folder):
         stored = open_weights(folder, variation=True)[1]
     else:
@@ -214,6 +214,24 @@ def tensors_for(model: Any, folder: Path) -> dict[str, Stored]:
     for name in expected:
         stored[name].read_finite()
     return stored
+
+
+def _without_copies(folder: Path, adapters: dict[str, Stored]) -> dict[str, Stored]:
+    """Return adapters without the model's own embedding and head, which peft writes next to theirs.
+    Raises UserError if these are not the model's."""
+    end = ".base_layer.weight"
+    copies = [name for name in adapters if name.endswith(end)]
+    base = base_folder(folder)
+    tensors = _find_tensors(base) if copies else {}
+    for name in copies:
+        module = name.removesuffix(end)
+        own = tensors.get(f"{module}.weight")
+        if own is None or not np.array_equal(own.read_finite(), adapters[name].read_finite()):
+            raise UserError(
+                f"{folder} holds another {module} than its model {base}: write one model with "
+                "`xtrain export --merge`, and train new adapters"
+            )
+    return {name: tensor for name, tensor in adapters.items() if name not in copies}
 
 
 def _fill(model: Any, stored: dict[str, Stored]) -> None:

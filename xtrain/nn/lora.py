@@ -17,7 +17,7 @@ below the other, x a^T is one product for all, and each adds to its own columns 
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,8 +34,8 @@ from ..formats.adapters import (
     B,
     LoraPart,
     Ranks,
+    read_modules,
     read_ranks,
-    read_targets,
 )
 from ..formats.architectures import is_norm
 from ..formats.huggingface import shapes_of
@@ -72,6 +72,7 @@ class Lora:
     modules_to_save: ends of the names of norms and TABLES that are trained whole.
     init: "default", or "pissa" (Meng et al. 2024): a and b begin with the largest singular values
         of w, which w then lacks.
+    modules: the names of the matrices with adapters, if these are some of the targets; else empty.
     """
 
     r: int
@@ -85,6 +86,7 @@ class Lora:
     bias: Literal["none", "all", "lora_only"] = "none"
     modules_to_save: tuple[str, ...] = ()
     init: Literal["default", "pissa"] = "default"
+    modules: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __post_init__(self):
         known = (*TARGETS, *TABLES)
@@ -117,6 +119,10 @@ class Lora:
         """The rank and factor of each matrix."""
         return Ranks(self.r, self.alpha, self.rank_pattern, self.alpha_pattern, self.rslora)
 
+    def adapts(self, path: str, matrix: str) -> bool:
+        """Return True if a matrix has adapters: "q_proj" of "model.layers.0.self_attn."."""
+        return matrix in self.targets and (not self.modules or path + matrix in self.modules)
+
     @property
     def config(self) -> dict[str, Any]:
         """What adapter_config.json says: the keys of peft."""
@@ -124,7 +130,7 @@ class Lora:
             "base_model_name_or_path": self.base,
             "r": self.r,
             "lora_alpha": self.alpha,
-            "target_modules": list(self.targets),
+            "target_modules": sorted(self.modules) or list(self.targets),
             **self.extensions,
         }
 
@@ -148,7 +154,8 @@ class Lora:
         trained."""
         ranks = read_ranks(folder, TRAINED)
         content = read_json(folder / ADAPTER_CONFIG)
-        names = read_targets(folder)
+        modules = read_modules(folder)
+        names = {module.rpartition(".")[2] for module in modules}
         known = (*TARGETS, *TABLES)
         return cls(
             ranks.rank,
@@ -161,6 +168,7 @@ class Lora:
             bias=content.get("bias") or "none",
             modules_to_save=tuple(content.get("modules_to_save") or ()),
             init="pissa" if content.get("init_lora_weights") == PISSA else "default",
+            modules=modules,
         )
 
 
@@ -201,7 +209,7 @@ class LoraLinear(Linear):
         for part, rows in linear.weight.parts.items():
             prefix = part.removesuffix("weight")  # "q_proj." of a packed one, else ""
             matrix = prefix.removesuffix(".") or name
-            if matrix in lora.targets:
+            if lora.adapts(path, matrix):
                 r, factor = lora.ranks.of(path + matrix)
                 ranks = slice(sum(a.values()), sum(a.values()) + r)
                 self.parts.append(LoraPart(slice(first, first + rows), ranks, factor))
@@ -329,6 +337,8 @@ class AdaptedTransformer(Transformer):
         world: see nn.Arena.
         """
         self._check(lora)
+        if self.config.n_experts or lora.modules.issuperset(self._matrices(lora.targets)):
+            lora = replace(lora, modules=frozenset())
         self.frozen = shapes_of(self)
         self.base_arena = self.arena
         base = dict(self.named_parameters()) if lora.init == PISSA else {}
@@ -386,13 +396,26 @@ class AdaptedTransformer(Transformer):
                 "1: leave them out of --lora-modules-to-save"
             )
 
+    def _linears(self) -> Iterator[tuple[str, Module, str, Linear]]:
+        """Yield path, module, name and Linear of the blocks."""
+        for path, module in list(self.modules()):
+            for name, item in vars(module).items():
+                if path.startswith("model.layers.") and type(item) is Linear:
+                    yield path, module, name, item
+
+    def _matrices(self, targets: Sequence[str]) -> Iterator[str]:
+        """Yield the names of the matrices of the blocks that are targets."""
+        for path, _, name, item in self._linears():
+            for part in item.weight.parts:
+                matrix = part.removesuffix("weight").removesuffix(".") or name
+                if matrix in targets:
+                    yield path + matrix
+
     def _add_adapters(self, lora: Lora) -> list[LoraLinear]:
         """Put adapters on the targets, and return those of the blocks."""
         matrices = [
             (module, name, LoraLinear(item, path, name, lora))
-            for path, module in list(self.modules())
-            for name, item in vars(module).items()
-            if path.startswith("model.layers.") and type(item) is Linear
+            for path, module, name, item in self._linears()
         ]
         matrices = [item for item in matrices if item[2].parts]
         for module, name, adapted in matrices:

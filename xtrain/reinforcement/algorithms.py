@@ -27,6 +27,7 @@ import numpy as np
 
 from ..errors import FunctionError, UserError
 from ..options import described, find_object, one_line
+from ..tuning.own_functions import copied, numbers
 from .grpo import GRPO, advantages_of, clipped
 from .surrogate import Algorithm, Objective, Rewarded, Tokens
 
@@ -139,7 +140,7 @@ def checked(algorithm: Algorithm, name: str) -> Algorithm:
 
     def call(field: str, argument: Any) -> Any:
         try:
-            return getattr(algorithm, field)(argument)
+            return getattr(algorithm, field)(copied(argument))
         except (Exception, SystemExit) as error:
             raise failure(field, f"raised {described(error)}") from error
 
@@ -147,14 +148,7 @@ def checked(algorithm: Algorithm, name: str) -> Algorithm:
         return FunctionError(f"--algorithm {name}: {field} {what}: fix the function")
 
     def array(field: str, x: Any, *shapes: tuple[int, ...]) -> np.ndarray:
-        try:
-            x = np.asarray(x, np.float64)
-        except (TypeError, ValueError):
-            raise failure(field, f"returned {one_line(repr(x))}, not an array of numbers") from None
-        if x.shape not in shapes:
-            expected = " or ".join(map(str, shapes))
-            raise failure(field, f"returned an array of shape {x.shape}, not {expected}")
-        return x
+        return numbers(x, shapes, lambda what: failure(field, what))
 
     def of_step(field: str, step: Rewarded, *shapes: tuple[int, ...]) -> np.ndarray:
         x = array(field, call(field, step), *shapes)
@@ -173,7 +167,12 @@ def checked(algorithm: Algorithm, name: str) -> Algorithm:
         found = call("objective", tokens)
         if not (isinstance(found, tuple) and len(found) == len(Objective._fields)):
             raise failure("objective", f"returned {one_line(repr(found))}, not an Objective")
-        return Objective(*(array("objective", x, tokens.now.shape) for x in found))
+        objective = Objective(*(array("objective", x, tokens.now.shape) for x in found))
+        with np.errstate(over="ignore"):
+            ratios = np.exp(np.abs(tokens.now - tokens.then))
+        if np.isfinite(ratios).all() and not np.isfinite(objective).all():
+            raise failure("objective", "returned numbers that are not finite")
+        return objective
 
     if algorithm.kl not in ("loss", "reward"):
         raise UserError(f"--algorithm {name}: kl is {algorithm.kl!r}: choose 'loss' or 'reward'")

@@ -5,20 +5,27 @@ A call is interrupted by a signal (SIGALRM), which also reaches a regular expres
 without end, a sleep and a wait for another process; code in C that checks no signals is not
 interrupted. Without that signal (Windows), and elsewhere than on the main thread, there is no
 limit. A function that sets an alarm replaces it.
+
+Threads and processes that a call has started may never end: then they end with the program
+(cli.py). A call cannot move the program to another folder, nor leave behind a copy of it (os.fork).
 """
 
 import asyncio
 import contextlib
 import inspect
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..cli import expect_hanging_threads
 from ..errors import FunctionError
 from ..options import described, find_function
+from ..training.preemption import StopNow
 
 TICK = 0.2  # seconds between two looks at the clock
 GRACE = 1.0  # seconds that calls at the same time may take to end after their limit
@@ -72,6 +79,7 @@ class UserFunction:
 
     def results(self, calls: Sequence[Call], limits: Limits) -> Iterator[Any]:
         """Yield what each call returns, or its CallError. Raises Interrupted."""
+        expect_hanging_threads()
         if self.is_async:
             yield from self._together(calls, limits)
         else:
@@ -84,22 +92,15 @@ class UserFunction:
 
     def _alone(self, call: Call, limits: Limits) -> Any:
         try:
-            with time_limit(limits):
-                found = self.function(*call.arguments, **call.named)
-                if isinstance(found, Iterator):  # a generator or a map: it computes when it is read
-                    found = list(found)
-                return found
-        except (KeyboardInterrupt, Interrupted):
-            raise
+            with contained(limits):
+                return whole(self.function(*call.arguments, **call.named))
         except BaseException as error:  # asyncio.CancelledError does not derive from Exception
             return self._failed(error, call, limits)
 
     def _together(self, calls: Sequence[Call], limits: Limits) -> list[Any]:
         async def guarded(call: Call) -> Any:
             try:
-                return await self.function(*call.arguments, **call.named)
-            except (KeyboardInterrupt, Interrupted):
-                raise
+                return whole(await self.function(*call.arguments, **call.named))
             except BaseException as error:
                 return self._failed(error, call, limits)
 
@@ -116,12 +117,15 @@ class UserFunction:
 
         later = Limits(limits.seconds and limits.seconds + GRACE, limits.overdue)
         try:
-            with time_limit(later):  # a call that does not await
+            with contained(later):  # a call that does not await
                 return asyncio.run(all_of_them())
         except TooLong as error:
             return [self._failed(error, call, limits) for call in calls]
 
     def _failed(self, error: BaseException, call: Call, limits: Limits) -> CallError:
+        """Return the error of a call. Raises Interrupted, and Ctrl-C, instead of those."""
+        if isinstance(error, Interrupted) or is_ctrl_c(error):
+            raise error
         if isinstance(error, TooLong):
             what = f"took more than {limits.seconds:g} s (--reward-timeout)"
         elif isinstance(error, SystemExit):
@@ -133,21 +137,71 @@ class UserFunction:
         return failure
 
 
+def whole(found: Any) -> Any:
+    """Return what a call has returned; a generator or a map computes when it is read."""
+    if isinstance(found, Iterator):
+        return list(found)
+    return found
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Return True for a KeyboardInterrupt that is a signal, not the function's own."""
+    by_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return isinstance(error, StopNow) or (by_default and isinstance(error, KeyboardInterrupt))
+
+
+@contextlib.contextmanager
+def contained(limits: Limits) -> Iterator[None]:
+    """Limit the time inside; afterwards, return to the current folder. Another process that leaves
+    this ends."""
+    process = os.getpid()
+    folder = None
+    with contextlib.suppress(OSError):  # it may be gone
+        folder = os.getcwd()
+    try:
+        with time_limit(limits):
+            yield
+    finally:
+        if os.getpid() != process:
+            os._exit(1)
+        if folder is not None:
+            os.chdir(folder)
+
+
 @contextlib.contextmanager
 def time_limit(limits: Limits) -> Iterator[None]:
-    """Raise TooLong inside when the time is over, Interrupted once overdue() is true."""
+    """Raise TooLong inside when the time is over, Interrupted once overdue() is true. If it is
+    caught there, the next one is raised twice, the second time where the first one is caught."""
     main = threading.current_thread() is threading.main_thread()
     if not (main and hasattr(signal, "setitimer")):
         yield
         return
     start = time.monotonic()
     inside = True
+    raised = False
+    trace_before = sys.gettrace()
 
     def tick(number, frame):
         if inside and limits.seconds and time.monotonic() - start >= limits.seconds:
-            raise TooLong
+            interrupt(TooLong, frame)
         if inside and limits.overdue():
-            raise Interrupted
+            interrupt(Interrupted, frame)
+
+    def interrupt(kind, frame):
+        nonlocal raised
+
+        def at_next_line(frame, event, argument):
+            if event == "line":
+                raise kind
+            return at_next_line
+
+        if raised:  # and caught: raise again at the next line of the function, which handles it
+            while frame is not None and frame.f_code.co_filename != __file__:
+                frame.f_trace = at_next_line
+                frame = frame.f_back
+            sys.settrace(lambda *_: None)
+        raised = True
+        raise kind
 
     handler = signal.signal(signal.SIGALRM, tick)
     before, interval = signal.setitimer(signal.ITIMER_REAL, TICK, TICK)
@@ -158,6 +212,8 @@ def time_limit(limits: Limits) -> Iterator[None]:
             inside = False
     finally:  # also if a tick has come before that statement; the next one is TICK later
         inside = False
+        if raised:
+            sys.settrace(trace_before)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if before:  # another timer was running

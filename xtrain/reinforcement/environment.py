@@ -75,7 +75,10 @@ class Environment(UserFunction):
                     f"returned {one_line(repr(found))}, not a message (a text, or role and content)"
                 )
                 return self.failure(what, where)
-        return messages
+        try:
+            return copy.deepcopy(messages)  # the function may keep and change them
+        except Exception:  # the user's types may raise anything
+            return self.failure(f"returned {one_line(repr(found))}, which cannot be copied,", where)
 
 
 def is_text(value: Any) -> bool:

@@ -128,7 +128,9 @@ class Task(UserFunction):
         named: dict[str, Any] = {}
         for name in columns:
             named[name] = [copy.deepcopy(x.fields.get(name)) for x in prompts]
-        named["prompts"] = [x.asked if x.conversation else x.fields.get("prompt") for x in prompts]
+        named["prompts"] = [
+            copy.deepcopy(x.asked) if x.conversation else x.fields.get("prompt") for x in prompts
+        ]
         named["completions"] = [x for group in groups for x in group.completions()]
         extras = [group.extras(step) for group in groups]
         for name in EXTRAS[:-1]:
@@ -152,7 +154,10 @@ class Task(UserFunction):
         if isinstance(found, CallError):
             return found
         try:
-            if isinstance(found, (str, bytes, dict)):  # "101" is no list of three rewards
+            if isinstance(found, (str, bytes, dict, set, frozenset)):  # "101" is no list of rewards
+                raise TypeError
+            found = list(found)
+            if any(isinstance(x, (str, bytes)) for x in found):
                 raise TypeError
             rewards = [math.nan if x is None else float(x) for x in found]
         except Exception:  # the user's types may raise anything

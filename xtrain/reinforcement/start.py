@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..cli import say
+from ..data.records import short_name
 from ..errors import UserError
 from ..formats.huggingface import read_config
 from ..formats.saved_runs import model_folder
@@ -82,7 +83,7 @@ def _read(c: ReinforceConfig, folder: Path, room: int) -> Prompts:
         val = read(c.val_data)
     else:
         train, val = hold_out(train, c.val_share, "prompt")
-    name = ", ".join(Path(file).name for file in c.data)
+    name = short_name(c.data)
     files = len(c.data) + len(c.val_data)
     stop = texts.answer_stop
     if any(x.conversation for x in (*train, *val)):

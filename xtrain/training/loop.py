@@ -225,7 +225,11 @@ class Loop:
             run.val_loss = None
             return False
         name = c.best or run.metric
-        found = run.ranks.on_rank_0(lambda: progress(self.log.metrics, name, run.done))
+        try:
+            found = run.ranks.on_rank_0(lambda: progress(self.log.metrics, name, run.done))
+        except UserError:  # the steps so far are not to blame
+            self.save()
+            raise
         self.enough = bool(c.patience) and found.since_best >= c.patience
         if self.enough:
             run.ended = f"{found.since_best} measurements without a better {name}"

@@ -84,7 +84,7 @@ def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
     def check(op: Op) -> Iterator[None]:
         yield
         # an op without a name is a layer: it returns results of its ops, which were checked
-        for array in op.outputs if op.name and not places else ():
+        for array in computed(op) if op.name and not places else ():
             if found := count_nonfinite(array):
                 used = [names[id(x)][0] for x in op.inputs if id(x) in names]
                 weights = ""
@@ -98,6 +98,15 @@ def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
     with contextlib.suppress(_Found), observe_ops(check):
         step()
     return places[0] if places else None
+
+
+def computed(op: Op) -> tuple:
+    """Return the outputs of an op, without the log-probabilities of rows that have no target, which
+    are NaN."""
+    if (op.name, op.way) != ("LinearLogprobs", "forward"):
+        return op.outputs
+    has_target_N = op.inputs[2] >= 0
+    return tuple(x[has_target_N] for x in op.outputs)
 
 
 def _names(model):

@@ -46,6 +46,10 @@ def _is_ignored(number: int) -> bool:
     return signal.getsignal(number) is signal.SIG_IGN
 
 
+class StopNow(KeyboardInterrupt):
+    """A signal after which the program exits at once."""
+
+
 class StopRequest:
     """Catches signals and watches the time limit: `with StopRequest(limit) as stop`, then
     `stop.after_step()` per step.
@@ -80,7 +84,7 @@ class StopRequest:
 
     def _on_signal(self, number, frame):
         if not self.training or (self.requested and number == signal.SIGINT):
-            raise KeyboardInterrupt
+            raise StopNow
         self.reason = signal.Signals(number).name  # first: another signal may interrupt the call
         if not self.requested:
             self.requested_at = self.now()

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..data.batches import Batch
 from ..data.chat_template import ChatTemplate
+from ..data.records import short_name
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 from ..formats.huggingface import read_config
@@ -190,7 +191,7 @@ def read_conversations(config: Any, source: Path, context: int) -> Conversations
     else:
         train, held_out = hold_out(list(zip(records, weights)), c.val_share, "example")
         val = [examples for examples, _ in held_out]
-    name = ", ".join(Path(file).name for file in c.data)
+    name = short_name(c.data)
     corpus = Conversations(
         name,
         len(c.data) + len(c.val_data),
@@ -226,10 +227,16 @@ def fitting(
                     "it, or give --too-long skip or cut"
                 )
             x = x.cut(limit)
-            if too_long == "skip" or not x.trained[1:].any():  # nothing to train is left
+            if too_long == "skip":
                 left_out.add(
                     x.where,
                     f"it is longer than {limit} tokens: give a larger --seq-len, or --too-long cut",
+                )
+                continue
+            if not x.trained[1:].any():
+                left_out.add(
+                    x.where,
+                    f"nothing of its first {limit} tokens is trained: give a larger --seq-len",
                 )
                 continue
         yield x

@@ -156,6 +156,8 @@ class AdapterOptions(ParallelOptions, ExpertOptions, OptimizerOptions):
             "init": self.lora_init if self.lora_init != "default" else None,
         }
         given = {name: value for name, value in options.items() if value is not None}
+        if set(given.get("targets", lora.targets)) != set(lora.targets):
+            given["modules"] = frozenset()
         return replace(lora, r=self.lora, base=base, **given)
 
 
@@ -460,11 +462,10 @@ def adapted(start: Start, corpus: Any, world: int) -> AdaptedTransformer:
         source = start.saved.folder
     folder = base_folder(source)
     adapters = source if is_adapter(source) else None
-    if adapters is not None and not start.saved and (r := Lora.read(adapters).r) != config.lora:
-        raise UserError(
-            f"{adapters} holds adapters of rank {r}: give that to --lora to train them further, or "
-            "merge them with `xtrain export --merge` and train new ones"
-        )
+    base = str(file_of(folder) or folder.resolve())
+    lora = config.adapters(base, adapters)
+    if adapters is not None and not start.saved:
+        check_further(adapters, lora)
     check_writable(folder)
     where = (start.device, config.precision)
     if config.weights != "full":
@@ -477,14 +478,32 @@ def adapted(start: Start, corpus: Any, world: int) -> AdaptedTransformer:
         quantize_onto(model, config.weights, start.device, config.precision)
     model.recompute = config.recompute
     check_fit(model, config, corpus)
-    base = str(file_of(folder) or folder.resolve())
-    lora = config.adapters(base, adapters)
     model.adapt(lora, config.seed, world)
     if adapters is None:  # files of others may have patterns that fit nothing
         model.check_patterns(lora.ranks)
     if adapters is not None and not start.saved:
         model.load_weights(adapters)
     return model
+
+
+def check_further(adapters: Path, lora: Lora) -> None:
+    """Raise UserError if the options ask for other tensors than those in a folder of adapters."""
+    there = Lora.read(adapters)
+    instead = "or merge them with `xtrain export --merge` and train new ones"
+    if there.r != lora.r:
+        raise UserError(
+            f"{adapters} holds adapters of rank {there.r}: give that to --lora to train them "
+            f"further, {instead}"
+        )
+    for name in ("targets", "rank_pattern", "dora", "bias", "modules_to_save"):
+        before = getattr(there, name)
+        now = getattr(lora, name)
+        if before != now and not (name == "targets" and set(before) == set(now)):
+            option = f"--lora-{name.replace('_', '-')}"
+            raise UserError(
+                f"{adapters} holds adapters with another {option}: leave the option out to train "
+                f"them further, {instead}"
+            )
 
 
 def with_draft_heads(start: Start, corpus: Any, world: int) -> HeadedTransformer:

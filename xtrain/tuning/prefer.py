@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from ..cli import say
+from ..data.records import short_name
 from ..device import Array, to_device, to_numpy
 from ..errors import FunctionError, UserError
 from ..formats.adapters import is_adapter
@@ -33,6 +34,7 @@ from .corpus import LeftOut, fitting, hold_out
 from .examples import Example
 from .finetune import ExampleOptions, FinetuneRun, show_examples, train_from
 from .finetune import prepare as prepare_examples
+from .own_functions import copied, numbers
 from .preference_losses import LOSSES, SMOOTHED, WITHOUT_REFERENCE, Answers, Loss, Losses
 from .preferences import PairBatch, Preferences, has_conversations, mismatched, read_rows
 from .templates import chosen_texts, with_default_template
@@ -133,20 +135,28 @@ def loss_named(name: str) -> Loss:
         raise UserError(f"--loss {name} is not known: choose {', '.join(LOSSES)}, or MODULE:FUNCTION")  # fmt: skip
     function = find_function("--loss", name, "my_loss:hinge")
 
+    def failed(what: str) -> FunctionError:
+        return FunctionError(f"--loss {name} {what}: fix the function")
+
     def checked(answers: Answers, options: Any) -> Losses:
         try:
-            found = function(answers, options)
+            found = function(copied(answers), options)
         except (Exception, SystemExit) as error:
-            what = f"--loss {name} raised {described(error)}: fix the function"
-            raise FunctionError(what) from error
+            raise failed(f"raised {described(error)}") from error
+        if not isinstance(found, Losses):
+            raise failed(f"returned {one_line(repr(found))}, not Losses")
         shape = answers.logprobs.shape
-        expected = shape[:1], shape, shape
-        if not isinstance(found, Losses) or tuple(map(np.shape, vars(found).values())) != expected:
-            raise FunctionError(
-                f"--loss {name} must return Losses of shapes {expected}, got "
-                f"{one_line(repr(found))}: fix the function"
+        shapes = {"losses": shape[:1], "slopes": shape, "rewards": shape}
+        arrays = {
+            field: numbers(
+                x, (shapes[field],), lambda what, field=field: failed(f"{what}, as {field}")
             )
-        return found
+            for field, x in vars(found).items()
+        }
+        finite = [np.isfinite(x).all() for x in arrays.values()]
+        if np.isfinite(answers.logprobs).all() and not all(finite):
+            raise failed("returned numbers that are not finite")
+        return Losses(**arrays)
 
     return checked
 
@@ -185,7 +195,7 @@ def read_preferences(config: PreferConfig, source: Path, context: int) -> Prefer
     if c.loss == "kto":
         splits = {"train": train, "val": val}
         desirable = {name: np.array([y for _, y in rows]) for name, rows in splits.items()}
-    name = ", ".join(Path(file).name for file in c.data)
+    name = short_name(c.data)
     examples = [in_twos([x for x, _ in rows], limit) for rows in (train, val)]
     files = len(c.data) + len(c.val_data)
     skipped = sum(left_out.counts.values())

@@ -186,6 +186,8 @@ def pair_of(record: Record) -> list[Record]:
             if "completion" in record.non_null:
                 hint = ', or use --loss kto for "completion" and "label"'
             raise UserError(f'{record.where} has no field "{name}": add it{hint}')
+        if isinstance(record.fields[name], str):
+            record.text(name)  # raises UserError for an empty one
     chosen = record.fields["chosen"]
     rejected = record.fields["rejected"]
     if chosen == rejected:
