@@ -415,8 +415,7 @@ class TrainConfig(ShapeOptions, ParallelOptions, ExpertOptions, OptimizerOptions
         need(
             not (shape_options and self.init and not self.resume),
             f"{', '.join(map(option_name, shape_options))} cannot be given with --init: the model "
-            "has the "
-            "shape of that folder",
+            "has the shape of that folder",
         )
         need(self.tokenizer != "", "--tokenizer is empty: give a path, or omit the option")
 
@@ -545,8 +544,7 @@ def resolve(config: RunOptions, gpu: bool, world: int = 1) -> tuple[ResolvedConf
     need(
         config.resume or not filled.warmup or filled.warmup <= steps - 2,
         f"--warmup {filled.warmup} leaves no steps of --steps {steps} for the decay of the "
-        "learning rate: "
-        f"give at most {max(0, steps - 2)}",
+        f"learning rate: give at most {max(0, steps - 2)}",
     )  # earlier versions accepted it: such a run can be resumed
     need(
         batch % world == 0,

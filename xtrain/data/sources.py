@@ -240,8 +240,7 @@ def from_standard_input(
     except OSError as error:
         raise UserError(
             f"standard input cannot be copied to {cache} ({error.strerror or error}): make room, "
-            "or set XTRAIN_CACHE to another "
-            "folder"
+            "or set XTRAIN_CACHE to another folder"
         ) from None
     return tuple(copy if path == STANDARD_INPUT else path for path in data)
 

@@ -171,8 +171,7 @@ def _at_line(file: BinaryIO, raw: bytes, packed: bool) -> BinaryIO:
         except OSError as error:
             raise UserError(
                 f"a temporary file cannot be written in {tempfile.gettempdir()} "
-                f"({error.strerror}): make room, or set TMPDIR to "
-                "another folder"
+                f"({error.strerror}): make room, or set TMPDIR to another folder"
             ) from None
         if raw.endswith(b"\n"):
             raw = b""

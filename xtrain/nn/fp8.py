@@ -96,8 +96,7 @@ class Fp8Scales:
             if rows % TILE or columns % TILE:
                 raise UserError(
                     f"precision fp8 needs matrices whose rows and columns are multiples of {TILE}, "
-                    f"but {name} is {rows} x {columns}: "
-                    "choose such widths, or precision bf16"
+                    f"but {name} is {rows} x {columns}: choose such widths, or precision bf16"
                 )
         formats = [f for name, _ in weights for f in _formats(name) for _ in range(SPACING)]
         self.device = device
@@ -215,8 +214,7 @@ def check_tokens(tokens: int) -> None:
     if tokens % TILE:
         raise UserError(
             f"precision fp8 needs a multiple of {TILE} tokens in a forward pass, not {tokens}: "
-            "choose another --micro-batch or "
-            "--seq-len"
+            "choose another --micro-batch or --seq-len"
         )
 
 

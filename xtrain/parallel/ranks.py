@@ -190,8 +190,7 @@ def check_launcher(library: str, world: int | None, environment: Mapping[str, st
         remedy = f"use `mpirun -n {n} xtrain train`"
     raise UserError(
         f"{launcher.name} started {n} ranks ({launcher.variable}), but mpi4py uses {uses}, in "
-        "which every rank is alone: "
-        f"{remedy}; `python -m xtrain.doctor` checks which mpirun fits"
+        f"which every rank is alone: {remedy}; `python -m xtrain.doctor` checks which mpirun fits"
     )
 
 
@@ -267,7 +266,6 @@ def choose_gpu(ranks: Ranks) -> None:
             machine = "another machine"
         raise UserError(
             f"{machine} has fewer GPUs than ranks ({count} and {ranks.local_world} here): start "
-            "one rank per GPU, "
-            "or use --device cpu"
+            "one rank per GPU, or use --device cpu"
         )
     cupy().cuda.Device(0 if one_each else ranks.local).use()

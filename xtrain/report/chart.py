@@ -99,8 +99,7 @@ def chart(
     return (
         f'<figure class="chart"><figcaption>{name} <small>{html.escape(unit)}</small></figcaption>'
         f'<div class="plot" tabindex="0" data-chart="{html.escape(data)}"><svg viewBox="0 0 '
-        f'{SIDE:.0f} {SIDE:.0f}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{name} over '
+        f'{SIDE:.0f} {SIDE:.0f}" preserveAspectRatio="none" role="img" aria-label="{name} over '
         f'steps">{grid}{drawn}</svg>{labels}</div>{_legend(curves, most_names)}</figure>'
     )
 

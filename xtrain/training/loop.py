@@ -310,8 +310,7 @@ class Loop:
                     f"{c.max_skips} steps in a row were skipped (--max-skips), the last at step "
                     f"{step.step}: {skipped}. First "
                     f"value that is not finite: {run.explain(step.step)}. Resume from the last "
-                    "checkpoint with a smaller --lr "
-                    "(--resume --allow-change lr)"
+                    "checkpoint with a smaller --lr (--resume --allow-change lr)"
                 )
         steps.clear()
 

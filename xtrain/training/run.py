@@ -500,8 +500,7 @@ class Run:
             everywhere = ""
         return (
             f"every result is finite{everywhere} when the step is repeated: the gradient norm is "
-            "too large, or the error "
-            "is not reproducible"
+            "too large, or the error is not reproducible"
         )
 
     @np.errstate(all="ignore")

@@ -175,8 +175,7 @@ def with_first_options(config: ResolvedConfig, folder: RunFolder) -> ResolvedCon
         if keeps_tokenizer and config.vocab_size != was:
             raise UserError(
                 f"cannot resume {saved.folder}: vocab_size was {was}, is {config.vocab_size}: "
-                "omit --vocab-size, "
-                "because a run keeps its tokenizer"
+                "omit --vocab-size, because a run keeps its tokenizer"
             )
     precision = config.precision
     if precision == "auto":
