@@ -178,14 +178,7 @@ class ModelConfig:
             value = getattr(self, name)
             ok = type(value) in (int, float) and 0 <= value < LARGEST
             need(ok, f"{name} must be a positive number, or 0, got {value!r}")
-        flags = ("qk_norm", "qkv_bias", "tie_embeddings", "sandwich_norms", "gelu")
-        for name in (
-            *flags,
-            "scaled_embedding",
-            "joint_qk_norm",
-            "renormalized_experts",
-            "expert_bias",
-        ):
+        for name in (field.name for field in fields(self) if field.type is bool):
             value = getattr(self, name)
             need(isinstance(value, bool), f"{name} must be true or false, got {value!r}")
         for name in ("no_rope_layers", "full_attention_layers", "dense_layers"):

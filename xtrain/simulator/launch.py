@@ -80,31 +80,13 @@ class Launch:
         self.cooperative: int | None = None  # the most blocks of a grid that meets
         self.processes = 1  # for the blocks: processes.py
         self.forked = False  # blocks ran in several processes
-        if reported is None:
-            self.reported = errors.reported_kinds()
-        else:
-            self.reported = reported
-        self.collects, self.resident = collects, resident
+        self.reported = errors.reported_kinds() if reported is None else reported
+        self.collects = collects
+        self.resident = resident
         self.found: dict = {}  # (kind, sites) -> KernelError
         self.changes = 0  # atomics that changed memory
-        given = inspect.signature(kernel.py_func).bind(*args).arguments
         self.name = kernel.py_func.__name__
-        for name, value in given.items():
-            if isinstance(value, (list, dict, set, str)):
-                kind = type(value).__name__
-                raise KernelError(
-                    f"{self.name}: {name} is a {kind}: a kernel takes arrays, numbers and tuples"
-                )
-            if isinstance(value, types.FunctionType):
-                raise KernelError(
-                    f"{self.name}: {name} is a Python function: decorate it with "
-                    "@cuda.jit(device=True)"
-                )
-            if isinstance(value, np.ndarray) and not _is_supported(value.dtype):
-                raise KernelError(
-                    f"{self.name}: {name} is an array of {value.dtype}, which Numba does not "
-                    "support"
-                )
+        self._check_arguments(kernel.py_func, args)
         self.grid = grid
         self.block = block
         self.dynamic = int(shared)
@@ -138,6 +120,24 @@ class Launch:
         if performance.KINDS & self.reported.asked:
             self.observers += (performance.Performance(self.reported.asked),)
         self.let_next_early = False  # it called let_next_start before it waited itself: early.py
+
+    def _check_arguments(self, function, args):
+        for name, value in inspect.signature(function).bind(*args).arguments.items():
+            if isinstance(value, (list, dict, set, str)):
+                kind = type(value).__name__
+                raise KernelError(
+                    f"{self.name}: {name} is a {kind}: a kernel takes arrays, numbers and tuples"
+                )
+            if isinstance(value, types.FunctionType):
+                raise KernelError(
+                    f"{self.name}: {name} is a Python function: decorate it with "
+                    "@cuda.jit(device=True)"
+                )
+            if isinstance(value, np.ndarray) and not _is_supported(value.dtype):
+                raise KernelError(
+                    f"{self.name}: {name} is an array of {value.dtype}, which Numba does not "
+                    "support"
+                )
 
     def _check_size(self, shared):
         self.threads = math.prod(map(int, self.block))

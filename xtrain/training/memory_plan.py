@@ -492,19 +492,13 @@ def measure(
     seq_len: int,
     precision: str = "fp32",
     recompute: str = "none",
-    accumulate: int = 1,
-    lora: int = 0,
-    optimizer: str = "adamw",
-    ema: float = 0.0,
-    fp8_head: bool = False,
 ) -> int:
-    """Run the same steps on the GPU -> the most bytes that CuPy's pool reserved, to compare with
-    Plan.reserved."""
+    """Run the same steps on the GPU. Return the most bytes that CuPy's pool reserved, to compare
+    with Plan.reserved."""
     gpu = device.cupy().cuda
     pool = gpu.MemoryPool()  # the workspace of cuBLAS comes from the default pool
     with gpu.using_allocator(pool.malloc):
-        shape = config, batch, seq_len, precision, recompute
-        run = _run(*shape, accumulate, lora, optimizer, ema, fp8_head)
+        run = _run(config, batch, seq_len, precision, recompute)
         peak = 0
         for _ in range(STEPS):
             pool.free_all_blocks()
@@ -513,7 +507,10 @@ def measure(
         return peak + WORKSPACE
 
 
-def _run(config, batch, seq_len, precision, recompute, accumulate, lora, optimizer, ema, fp8_head):
+def _run(
+    config, batch, seq_len, precision, recompute,
+    accumulate=1, lora=0, optimizer="adamw", ema=0.0, fp8_head=False,
+):  # fmt: skip
     c = TrainConfig(
         batch=batch * accumulate,
         micro_batch=batch,
