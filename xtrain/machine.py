@@ -34,8 +34,8 @@ def _numbers(path: Path) -> dict[str, int]:
 
 def _of_machine(root: Path) -> Iterator[int]:
     with contextlib.suppress(OSError, KeyError):
-        found = _numbers(root / "proc/meminfo")
-        yield found["MemAvailable"] + found.get("SwapFree", 0)
+        sizes = _numbers(root / "proc/meminfo")
+        yield sizes["MemAvailable"] + sizes.get("SwapFree", 0)
 
 
 def _of_groups(root: Path) -> Iterator[int]:

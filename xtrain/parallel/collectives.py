@@ -87,13 +87,13 @@ class Division:
             if shard.start < shard.stop:
                 return [(shard.start, shard.stop)]
             return []
-        found: Slices = []
+        slices: Slices = []
         for start, end, owner in pieces:
             if owner == rank and start < end:
-                if found and found[-1][1] == start:
-                    start = found.pop()[0]
-                found.append((start, end))
-        return found
+                if slices and slices[-1][1] == start:
+                    start = slices.pop()[0]
+                slices.append((start, end))
+        return slices
 
 
 class HostCollectives(Division):

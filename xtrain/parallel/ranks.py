@@ -89,12 +89,13 @@ class Ranks(SingleProcess):
         return np.split(whole, np.cumsum(sizes)[:-1])
 
     def check_same(self, things: dict[str, Any], needed: str) -> None:
-        """Raises UserError, on every rank, if a value differs on any rank.
+        """Raise UserError, on every rank, if a value differs on any rank.
 
         needed: what all ranks need, for the message.
         """
-        for rank, other in enumerate(found := self.gather(things)):
-            for name, value in found[0].items():
+        gathered = self.gather(things)
+        for rank, other in enumerate(gathered):
+            for name, value in gathered[0].items():
                 if repr(other.get(name)) != repr(value):  # nan is not equal to itself
                     raise UserError(
                         f"rank {rank} has {name} {other.get(name)}, rank 0 has {value}: all ranks "

@@ -336,14 +336,14 @@ class Accesses:
         position of a spare element.
         """
         if isinstance(index, tuple):
-            given = index
+            indices = index
         else:
-            given = (index,)
-        if any(i is None for i in given):
-            a, given = a.with_new_axes(given)
-        rest = (slice(None),) * (a.ndim - len(given) + 1)
-        sliced = any(isinstance(i, slice) or i is ... for i in given)
-        axes = [j for i in given for j in (rest if i is ... else (i,))]
+            indices = (index,)
+        if any(i is None for i in indices):
+            a, indices = a.with_new_axes(indices)
+        whole_axes = (slice(None),) * (a.ndim - len(indices) + 1)
+        sliced = any(isinstance(i, slice) or i is ... for i in indices)
+        axes = [j for i in indices for j in (whole_axes if i is ... else (i,))]
         for axis, (i, n) in enumerate(zip(axes, a.dims)):
             if isinstance(i, slice):
                 continue
@@ -362,7 +362,7 @@ class Accesses:
         if (sliced and len(axes) <= a.ndim) or len(axes) < a.ndim:
             with contextlib.suppress(IndexError):
                 return a.sliced(tuple(axes))
-        error = errors.out_of_bounds(self, a, tuple(axes) if len(given) > 1 else axes[0], site)
+        error = errors.out_of_bounds(self, a, tuple(axes) if len(indices) > 1 else axes[0], site)
         if type(error) is not errors.OutOfBoundsError:
             raise error
         self.report("out_of_bounds", (site,), lambda: error)

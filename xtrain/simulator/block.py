@@ -342,12 +342,12 @@ def _explained(error):
     between, if there is one."""
     by, memory, key, site, index = error.read
     later = memory.writes.get(key)
-    found = error
+    explained = error
     if later is not None and later[0].thread is not by:
-        found = errors.uninitialized(by, memory, key, site, index, later)
-        found.count = error.count
-    found.read = None
-    return found
+        explained = errors.uninitialized(by, memory, key, site, index, later)
+        explained.count = error.count
+    explained.read = None
+    return explained
 
 
 def _resume(thread):

@@ -38,8 +38,8 @@ def prepare_shape_strides_dtype(shape, strides, dtype, order) -> tuple:
     if order not in ("C", "F"):
         raise ValueError("must be either C/F order")
     lengths = shape if order == "F" else shape[::-1]
-    found = [dtype.itemsize * math.prod(lengths[:axis]) for axis in range(len(shape))]
-    return shape, tuple(found if order == "F" else found[::-1]), dtype
+    steps = [dtype.itemsize * math.prod(lengths[:axis]) for axis in range(len(shape))]
+    return shape, tuple(steps if order == "F" else steps[::-1]), dtype
 
 
 def check_array_compatibility(first, second):

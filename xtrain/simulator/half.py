@@ -215,18 +215,18 @@ def _conversion(name, kind, cast):
     own = "bfloat16"
     if kind is np.float16:
         own = "half"
-    if found := re.fullmatch(rf"(\w+)2{own}(_r[nzdu])?", name):
-        given = cast(np.dtype(_TYPES[found[1]]))
-        how = _ROUNDINGS[found[2] or ""]
-        return carries(lambda x: kind(rounded(given(x), kind, how)))
-    if found := re.fullmatch(rf"{own}2(float|double|u?(?:char|short|int|ll))(_r[nzdu])?", name):
-        result = cast(np.dtype(_TYPES[found[1]]))
-        how = _WHOLE[found[2] or ""]
+    if match := re.fullmatch(rf"(\w+)2{own}(_r[nzdu])?", name):
+        convert = cast(np.dtype(_TYPES[match[1]]))
+        how = _ROUNDINGS[match[2] or ""]
+        return carries(lambda x: kind(rounded(convert(x), kind, how)))
+    if match := re.fullmatch(rf"{own}2(float|double|u?(?:char|short|int|ll))(_r[nzdu])?", name):
+        result = cast(np.dtype(_TYPES[match[1]]))
+        how = _WHOLE[match[2] or ""]
         return carries(lambda x: result(how(np.float64(kind(x)))))
-    if found := re.fullmatch(rf"{own}_as_(u?short)", name):
-        dtype = np.dtype(_TYPES[found[1]])
+    if match := re.fullmatch(rf"{own}_as_(u?short)", name):
+        dtype = np.dtype(_TYPES[match[1]])
         return carries(lambda x: cast(dtype)(_bits(kind(x)).view(dtype)))
-    if found := re.fullmatch(rf"(u?short)_as_{own}", name):
+    if match := re.fullmatch(rf"(u?short)_as_{own}", name):
         return carries(lambda x: _of_bits(int(x) & 0xFFFF, kind))
     return None
 

@@ -320,13 +320,13 @@ class Launch:
 
 def _arrays_in(args) -> list:
     """The arrays among the arguments of a kernel, also those in tuples."""
-    found = []
+    arrays = []
     for a in args:
         if isinstance(a, np.ndarray):
-            found.append(a)
+            arrays.append(a)
         elif isinstance(a, tuple):
-            found += _arrays_in(a)
-    return found
+            arrays += _arrays_in(a)
+    return arrays
 
 
 def _without_records(value, records):

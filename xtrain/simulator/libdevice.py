@@ -346,29 +346,29 @@ def _computation(name):
         return _BITS[name], "numpy"
     if name in _INTEGERS:
         return _INTEGERS[name], "int"
-    if found := re.fullmatch(r"(float|double)2(int|uint|ll|ull)_(r.)", name):
-        return _to_integer(*_WIDTHS[found[2]], found[3]), "float"
-    if found := re.fullmatch(r"(int|uint|ll|ull)2(float|double)_(r.)", name):
-        bits, signed = _WIDTHS[found[1]]
-        kind = _KINDS[found[2]]
-        mode = found[3]
+    if match := re.fullmatch(r"(float|double)2(int|uint|ll|ull)_(r.)", name):
+        return _to_integer(*_WIDTHS[match[2]], match[3]), "float"
+    if match := re.fullmatch(r"(int|uint|ll|ull)2(float|double)_(r.)", name):
+        bits, signed = _WIDTHS[match[1]]
+        kind = _KINDS[match[2]]
+        mode = match[3]
         return lambda x: rounded(
             Fraction(int(x) if signed else _unsigned(x, bits)), kind, mode
         ), "int"
-    if found := re.fullmatch(r"double2float_(r.)", name):
-        return _directed(lambda x: x, np.float32, np.float32, found[1]), "numpy"
-    if found := re.fullmatch(r"(f|d)sqrt_(r.)", name):
-        return _directed_sqrt(_KINDS[found[1]], found[2]), "numpy"
-    if found := re.fullmatch(r"fma(f?)(?:_(r.))?", name):
-        if found[1]:
+    if match := re.fullmatch(r"double2float_(r.)", name):
+        return _directed(lambda x: x, np.float32, np.float32, match[1]), "numpy"
+    if match := re.fullmatch(r"(f|d)sqrt_(r.)", name):
+        return _directed_sqrt(_KINDS[match[1]], match[2]), "numpy"
+    if match := re.fullmatch(r"fma(f?)(?:_(r.))?", name):
+        if match[1]:
             kind = np.float32
         else:
             kind = np.float64
-        return _directed(*_OPERATIONS["ma"], kind, found[2] or "rn"), "numpy"
-    if found := re.fullmatch(r"(f|d)(add|sub|mul|div|rcp)_(r.)", name):
-        exact, plain = _OPERATIONS[found[2]]  # IEEE 754 rounds one operation to nearest
-        directed = _directed(exact, plain, _KINDS[found[1]], found[3])
-        return plain if found[3] == "rn" else directed, "numpy"
+        return _directed(*_OPERATIONS["ma"], kind, match[2] or "rn"), "numpy"
+    if match := re.fullmatch(r"(f|d)(add|sub|mul|div|rcp)_(r.)", name):
+        exact, plain = _OPERATIONS[match[2]]  # IEEE 754 rounds one operation to nearest
+        directed = _directed(exact, plain, _KINDS[match[1]], match[3])
+        return plain if match[3] == "rn" else directed, "numpy"
     stem = name.removeprefix("fast_")
     return _FLOATS[stem if stem in _FLOATS else stem.removesuffix("f")], "float"
 
@@ -378,27 +378,27 @@ def table(frontend, cast):
     scalars.cast."""
     for full, (returns, parameters) in frontend.libdevice_functions.items():
         name = full.removeprefix("__nv_")
-        given = [p.ty for p in parameters if not p.is_ptr]
+        arguments = [p.ty for p in parameters if not p.is_ptr]
         results = []
         if str(returns) != "none":
             results = [returns]
         results += [p.ty for p in parameters if p.is_ptr]
-        casts = [[cast(np.dtype(str(t))) for t in types] for types in (given, results)]
+        casts = [[cast(np.dtype(str(t))) for t in types] for types in (arguments, results)]
         function = carries(_typed(*_computation(name), *casts))
         for module in frontend.libdevices:
             yield getattr(module, name), function
 
 
-def _typed(f, numbers, given, results):
+def _typed(f, numbers, arguments, results):
     """f with converted arguments and results."""
     if numbers == "numpy":
-        plain = [g.dtype.type for g in given]
+        plain = [g.dtype.type for g in arguments]
     else:
-        plain = [int if numbers == "int" or g.dtype.kind == "i" else float for g in given]
+        plain = [int if numbers == "int" or g.dtype.kind == "i" else float for g in arguments]
     fallback = getattr(np, _FALLBACK.get(f, ""), None)
 
     def call(*args):
-        args = [p(g(x)) for p, g, x in zip(plain, given, args, strict=True)]
+        args = [p(g(x)) for p, g, x in zip(plain, arguments, args, strict=True)]
         try:
             value = f(*args)
         except (ValueError, OverflowError, ZeroDivisionError):  # a GPU returns NaN or infinity

@@ -227,18 +227,18 @@ _VECTORS = {  # base of cuda.int32x4 -> base of cuda.int4
 
 
 def _names() -> dict:
-    found: dict = {name: Name(name, name not in _NOT_BARE.split()) for name in _NAMES.split()}
-    found |= {name: Namespace(name, has.split()) for name, has in _NAMESPACES.items()}
+    names: dict = {name: Name(name, name not in _NOT_BARE.split()) for name in _NAMES.split()}
+    names |= {name: Namespace(name, has.split()) for name, has in _NAMESPACES.items()}
     for base, n in itertools.product(_VECTORS, (1, 2, 3, 4)):
-        found[f"{base}x{n}"] = found[f"{_VECTORS[base]}{n}"] = Name(f"{base}x{n}")
+        names[f"{base}x{n}"] = names[f"{_VECTORS[base]}{n}"] = Name(f"{base}x{n}")
         if base in ("int64", "uint64"):
-            found[_VECTORS[base].replace("longlong", "long") + str(n)] = found[f"{base}x{n}"]
+            names[_VECTORS[base].replace("longlong", "long") + str(n)] = names[f"{base}x{n}"]
     libdevice = ModuleType(f"{HOME}.libdevice")
     for name in own_libdevice.functions():
         short = name.removeprefix("__nv_")
         setattr(libdevice, short, Name(f"libdevice.{short}"))
-    found["libdevice"] = libdevice
-    return found
+    names["libdevice"] = libdevice
+    return names
 
 
 globals().update(_names())

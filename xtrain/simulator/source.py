@@ -95,12 +95,14 @@ def freeze(function):
     Numba does not compile is reported at the launch.
     """
     loads = {i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL"}
-    known = loads <= {*function.__globals__, *vars(builtins)}
+    is_complete = loads <= {*function.__globals__, *vars(builtins)}
     try:
-        known = known and all(c.cell_contents is not None for c in function.__closure__ or ())
+        is_complete = is_complete and all(
+            c.cell_contents is not None for c in function.__closure__ or ()
+        )
     except ValueError:  # an empty cell
-        known = False
-    if known:
+        is_complete = False
+    if is_complete:
         with contextlib.suppress(KernelError):
             translate(function)
             if settings.current().schedules > 1:
@@ -116,16 +118,16 @@ def _translate(function, pauses):
     device_only = refused.check(rewriter, definition)
     rewriter.find_numbers(definition)
     rewriter.find_nested(definition)
-    given = definition.args
-    (given.posonlyargs or given.args).insert(0, ast.arg("_t"))
+    arguments = definition.args
+    (arguments.posonlyargs or arguments.args).insert(0, ast.arg("_t"))
     if ast.get_docstring(definition) is not None:
         definition.body[0] = ast.Pass()
     definition.body = rewriter.block(definition.body)
     # Python has evaluated the defaults: their names may mean something else inside the function.
     values = function.__defaults__ or (), function.__kwdefaults__ or {}
-    given.defaults = [rewriter.object(v, definition, "default") for v in values[0]]
-    names = [a.arg for a in given.kwonlyargs]
-    given.kw_defaults = [
+    arguments.defaults = [rewriter.object(v, definition, "default") for v in values[0]]
+    names = [a.arg for a in arguments.kwonlyargs]
+    arguments.kw_defaults = [
         rewriter.object(values[1][n], definition, n) if n in values[1] else None for n in names
     ]
     module = ast.fix_missing_locations(ast.Module([definition], []))
@@ -155,16 +157,16 @@ def _definition(function) -> ast.FunctionDef:
 def _lambda(function):
     code = function.__code__
     tree = ast.parse("".join(linecache.getlines(code.co_filename, function.__globals__)) or "0")
-    found = [
+    lambdas = [
         n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == code.co_firstlineno
     ]
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    found = [n for n in found if {*names} == parameters(n)]
-    if len(found) != 1:
+    lambdas = [n for n in lambdas if {*names} == parameters(n)]
+    if len(lambdas) != 1:
         raise KernelError(
             f"no source for the lambda in line {code.co_firstlineno} of {code.co_filename}: use def"
         )
-    (node,) = found
+    (node,) = lambdas
     definition = ast.FunctionDef(
         "lambda_", node.args, [at(ast.Return(node.body), node.body)], [], None
     )

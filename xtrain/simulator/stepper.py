@@ -107,14 +107,18 @@ def contents(recording: Recording) -> dict[str, Any]:
 def compact(page: dict[str, Any]) -> dict[str, Any]:
     """The same in fewer bytes: [first, step, count] in a dict for numbers in equal steps, and no
     values of reads that find what is known of their elements. stepper.html undoes it."""
-    known: dict[tuple[int, int], Any] = {}
+    last_values: dict[tuple[int, int], Any] = {}
     for step in page["steps"]:
         elements = [(step["a"], k) for k in step["e"]]
         values = step["v"]
-        if step["h"] == "read" and values and values == [known.get(e, known) for e in elements]:
+        if (
+            step["h"] == "read"
+            and values
+            and values == [last_values.get(e, last_values) for e in elements]
+        ):
             del step["v"]
         elif len(values) == len(elements) and step["h"] != "atomic":
-            known.update(zip(elements, values))
+            last_values.update(zip(elements, values))
         for name in ("l", "e"):
             step[name] = _sequence(step[name])
     return page
@@ -131,14 +135,14 @@ def _variables(step: Step) -> list[list[Any]]:
     """[name, value] of the local variables that have changed; a list of values, None for a lane
     where it has not, if they differ."""
     names = dict.fromkeys(name for lane in step.changed for name in lane)
-    found: list[list[Any]] = []
+    changes: list[list[Any]] = []
     for name in names:
         values = [_variable(lane.get(name)) for lane in step.changed]
         if all(value == values[0] for value in values):
-            found.append([name, values[0]])
+            changes.append([name, values[0]])
         else:
-            found.append([name, values])
-    return found
+            changes.append([name, values])
+    return changes
 
 
 def _variable(value):
@@ -159,11 +163,11 @@ def _step(step: Step, path: list) -> dict[str, Any]:
     lanes = []
     elements = []
     values = []
-    for thread, some, found in step.lanes:
+    for thread, some, written in step.lanes:
         some = [] if step.event.engine else some
         lanes += [thread] * max(1, len(some))
         elements += some
-        values += [_number(v) for v in found]
+        values += [_number(v) for v in written]
     barrier = step.event.how in BLOCK_BARRIERS
     return dict(
         t=step.time, w=step.warp, p=path, h=step.event.how, a=step.event.array, b=barrier, l=lanes, e=elements, v=values,
@@ -187,7 +191,7 @@ def _asynchronous(steps: list[Step]) -> list[dict[str, Any]]:
     begun = {step.event: [step.time, _runs(step.event.elements)] for step in some}
     # byte -> arrivals of a phase; phase, arrivals and bytes expected
     barriers: dict[int, list[int]] = {}
-    found = []
+    all_facts = []
     for step in steps:
         event = step.event
         facts: dict[str, Any] = {}
@@ -205,8 +209,8 @@ def _asynchronous(steps: list[Step]) -> list[dict[str, Any]]:
             facts["m"] = [byte, *state[1:]]
         if event.phase is not None:
             facts["f"] = event.phase
-        found.append(facts)
-    return found
+        all_facts.append(facts)
+    return all_facts
 
 
 def _runs(words: list[int]) -> list[list[int]]:
@@ -240,11 +244,11 @@ def _error(recording: Recording, steps: list[Step], lines) -> dict[str, Any] | N
     error = recording.error
     if error is None:
         return None
-    found: dict[str, Any] = {
+    shown: dict[str, Any] = {
         "text": str(error),
         "lines": lines([(s.file, s.line) for s in error.sites]),
     }
-    found |= {
+    shown |= {
         "time": steps[-1].time if steps else -1,
         "thread": -1,
         "cells": [],
@@ -253,11 +257,11 @@ def _error(recording: Recording, steps: list[Step], lines) -> dict[str, Any] | N
     }
     thread = error.thread
     if thread is None or not recording.events[thread]:
-        return found
+        return shown
     event = recording.events[thread][-1]
     times = [s.time for s in steps for lane in s.lanes if lane[0] == thread]
     who = {"": f"thread {thread}", "TMA": f"the copy of thread {thread}", "wgmma": "the product"}
-    found |= {
+    shown |= {
         "time": times[-1],
         "thread": thread,
         "told": f"{who[event.engine]} causes the error here",
@@ -270,12 +274,12 @@ def _error(recording: Recording, steps: list[Step], lines) -> dict[str, Any] | N
         others = _others(steps, thread, event, wrong, error)
         if others:
             other, common = others[-1]
-            found["told"] += f"; the other access {_since(other)} step {other.time + 1}"
+            shown["told"] += f"; the other access {_since(other)} step {other.time + 1}"
             wrong = common
         if recording.arrays[event.array].kind == "bytes":
             wrong = {k // WORDS * WORDS for k in wrong}
-        found["cells"] = [[event.array, k] for k in sorted(wrong)]
-    return found
+        shown["cells"] = [[event.array, k] for k in sorted(wrong)]
+    return shown
 
 
 def _since(step: Step) -> str:
@@ -292,14 +296,14 @@ def _others(steps, thread, event: Event, wrong: set[int], error) -> list[tuple[S
     places = {site for site in error.sites if site != event.site}
     if isinstance(error, RaceError):
         places = places or {event.site}
-    found = []
+    accesses = []
     for step in steps:
         if step.event.array == event.array and step.event.site in places:
             lanes = (some for n, some, _ in step.lanes if n != thread or step.event.engine)
             common = wrong.intersection(set().union(*lanes))
             if common:
-                found.append((step, common))
-    return found
+                accesses.append((step, common))
+    return accesses
 
 
 # ----------------------------------------------------------------------------- the source
@@ -308,7 +312,7 @@ def _files(places: Iterable[tuple[str, int]]) -> list[tuple[str, list[dict[str, 
     lines: dict[str, list[int]] = {}
     for file, line in places:
         lines.setdefault(file, []).append(line)
-    found = []
+    files = []
     for file, group in lines.items():
         text = linecache.getlines(file)
         spans = _functions(text)
@@ -325,8 +329,8 @@ def _files(places: Iterable[tuple[str, int]]) -> list[tuple[str, list[dict[str, 
             {"first": first, "lines": [line.rstrip("\n") for line in text[first - 1 : end]]}
             for first, end in outer
         ]  # fmt: skip
-        found.append((file, parts))
-    return found
+        files.append((file, parts))
+    return files
 
 
 def _counters(part: dict[str, Any]) -> set[str]:

@@ -103,8 +103,8 @@ _visible: list[tuple[int, int]] = []  # memory that the host and the device acce
 
 def reset() -> None:
     """Forget everything: a new program."""
-    for known in (_clocks, _host, _log):
-        known.clear()
+    for state in (_clocks, _host, _log):
+        state.clear()
 
 
 def number(stream: Any) -> int:
@@ -315,12 +315,12 @@ class HostArray(np.ndarray):
     """An array that operations in flight may access: pinned, mapped or managed memory."""
 
     def __getitem__(self, index):
-        found = super().__getitem__(index)
-        if not isinstance(found, np.ndarray):
+        item = super().__getitem__(index)
+        if not isinstance(item, np.ndarray):
             host_accesses(_element(self, index), False)
-        elif found.base is None or not np.may_share_memory(_plain(found), _plain(self)):
+        elif item.base is None or not np.may_share_memory(_plain(item), _plain(self)):
             host_accesses(_plain(self), False)
-        return found
+        return item
 
     def __setitem__(self, index, value):
         if isinstance(value, HostArray):

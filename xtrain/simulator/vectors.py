@@ -23,10 +23,10 @@ def _vector(name, n, convert):
 
 def table(frontend, cast) -> dict:
     """Vector type of `cuda` -> what makes one. cast: scalars.cast."""
-    found = {}
+    makers = {}
     for base, n in itertools.product(_BASES.split(), (1, 2, 3, 4)):
         name = f"{base}x{n}"
         for cuda in frontend.modules:
             if hasattr(cuda, name):
-                found[getattr(cuda, name)] = _vector(name, n, cast(np.dtype(base)))
-    return found
+                makers[getattr(cuda, name)] = _vector(name, n, cast(np.dtype(base)))
+    return makers

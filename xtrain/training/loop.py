@@ -224,16 +224,16 @@ class Loop:
             run.val_loss = None
             return False
         name = c.best or run.metric
-        found = run.ranks.on_rank_0(lambda: progress(self.log.metrics, name, run.done))
-        self.enough = bool(c.patience) and found.since_best >= c.patience
+        best = run.ranks.on_rank_0(lambda: progress(self.log.metrics, name, run.done))
+        self.enough = bool(c.patience) and best.since_best >= c.patience
         if self.enough:
-            run.ended = f"{found.since_best} measurements without a better {name}"
+            run.ended = f"{best.since_best} measurements without a better {name}"
         if c.best is None:
             return False
         run.val_loss = None
-        if found.score is not None:
-            run.val_loss = run.done, found.score
-        return found.since_best == 0 and found.score is not None
+        if best.score is not None:
+            run.val_loss = run.done, best.score
+        return best.since_best == 0 and best.score is not None
 
     def save(self) -> None:
         """Begin to write a checkpoint."""
