@@ -306,7 +306,7 @@ class ModelConfig:
         return max(self.max_seq_len, int(min(self.rope_scaling["factor"], 2**31) * trained))
 
     def to_dict(self) -> dict[str, Any]:
-        """{field: value}, ready for JSON; the opposite of `from_dict`."""
+        """Return {field: value}, ready for JSON; the opposite of `from_dict`."""
         return asdict(self)
 
     @classmethod

@@ -31,8 +31,8 @@ _replacement: Any = None  # for CuPy: see use_array_module
 
 
 def cupy() -> Any:
-    """The cupy module if it is installed and sees a GPU, else None. Inside use_array_module: that
-    module."""
+    """Return the cupy module if it is installed and sees a GPU, else None. Inside use_array_module:
+    that module."""
     if _replacement is None:
         return _usable_cupy()
     return _replacement
@@ -107,7 +107,7 @@ def resolve_device(device: str) -> str:
 
 
 def array_module(x: Array) -> ModuleType:
-    """The module of the array x: numpy or cupy."""
+    """Return the module of the array x: numpy or cupy."""
     if isinstance(x, np.ndarray):
         return np
     return cupy()
@@ -152,7 +152,7 @@ def zeros_on(device: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
 
 
 def to_numpy(x: Array) -> np.ndarray:
-    """The values as a NumPy array. From the GPU this copies, and waits for the GPU."""
+    """Return the values as a NumPy array. From the GPU this copies, and waits for the GPU."""
     if isinstance(x, np.ndarray):
         return x
     return x.get()
@@ -188,7 +188,8 @@ class HostCopies:
         return cupyx.empty_pinned(x.shape, x.dtype)
 
     def event(self) -> Callable[[], None]:
-        """-> a function that waits until all copies so far are complete; any thread may call it."""
+        """Return a function that waits until all copies so far are complete; any thread may call
+        it."""
         if self.from_gpu:
             return cupy().cuda.get_current_stream().record().synchronize
         return lambda: None
@@ -201,7 +202,7 @@ def synchronize(device: str) -> None:
 
 
 def device_name(device: str) -> str:
-    """The card's name, or "CPU (NumPy)"."""
+    """Return the card's name, or "CPU (NumPy)"."""
     if device == "cpu":
         return "CPU (NumPy)"
     properties = cupy().cuda.runtime.getDeviceProperties(cupy().cuda.Device().id)

@@ -36,7 +36,7 @@ class DiskFull(UserError):
 
 
 def cannot_write(path: Path, error: OSError, instead: str = "choose another --out") -> UserError:
-    """The UserError for an OSError while writing path; DiskFull if the disk is full.
+    """Return the UserError for an OSError while writing path; DiskFull if the disk is full.
 
     instead: what the user can do, other than to free space.
     """

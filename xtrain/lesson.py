@@ -25,7 +25,7 @@ PACKAGE = "lesson_checks"  # the folder's name as a package; "checks" is too com
 
 
 def load_checks(module: str) -> Any:
-    """A module of lessons/checks. Raises UserError in an installed package, which has no
+    """Return a module of lessons/checks. Raises UserError in an installed package, which has no
     lessons."""
     if PACKAGE not in sys.modules:
         if not CHECKS.is_dir():

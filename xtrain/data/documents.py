@@ -173,7 +173,7 @@ class Survey:
         return bool(self.validation_hashes())
 
     def validation_hashes(self) -> set[bytes]:
-        """The hashes of the validation documents; empty unless by_document."""
+        """Return the hashes of the validation documents; empty unless by_document."""
         drawn: set[bytes] = set()
         size = 0
         for digest in sorted(self.first):

@@ -160,7 +160,7 @@ def holds_json_lines(path: Path, key: str) -> bool:
 
 
 def _at_line(file: BinaryIO, raw: bytes, packed: bool) -> BinaryIO:
-    """A file that can seek and stands at a line, of which `raw` has been read."""
+    """Return a file that can seek and stands at a line, of which `raw` has been read."""
     if not packed:
         file.seek(-len(raw), os.SEEK_CUR)
         return file

@@ -47,7 +47,7 @@ Pieces = dict[tuple[int, int], list[tuple[int, int, int]]]  # slice -> (start, e
 
 
 def equal_shards(a: int, b: int, world: int) -> Slices:
-    """[a, b) in `world` parts of equal length, in units of 16 bytes; the last ones may be
+    """Return [a, b) in `world` parts of equal length, in units of 16 bytes; the last ones may be
     shorter."""
     n = -(-(b - a) // (4 * world)) * 4
     return [(min(b, a + rank * n), min(b, a + (rank + 1) * n)) for rank in range(world)]

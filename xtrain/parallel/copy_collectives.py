@@ -200,7 +200,7 @@ class CopyCollectives(GpuCollectives):
             add_peers(own, theirs)
 
     def _chunks(self, array: Array, a: int, b: int, rank: int, most: int) -> list[tuple[int, int]]:
-        """(first, n) of chunks of at most `most` elements that cover what a rank owns of
+        """Return (first, n) of chunks of at most `most` elements that cover what a rank owns of
         array[a:b]."""
         return [
             (first, min(most, end - first))
@@ -298,7 +298,7 @@ def _copy(target: int, source: int, nbytes: int, stream: int) -> None:
 
 
 def at_address(address: int, n: int, dtype: Any) -> Array:
-    """(n,): the memory at this address, which may be a neighbour's, as an array."""
+    """Return (n,): the memory at this address, which may be a neighbour's, as an array."""
     cp = cupy()
     nbytes = n * np.dtype(dtype).itemsize
     memory = cp.cuda.UnownedMemory(address, nbytes, None, cp.cuda.Device().id)

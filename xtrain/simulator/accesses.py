@@ -81,7 +81,7 @@ class Accesses:
         return self.load(a, (i, j), site)
 
     def _element_of(self, a, index, site):
-        """An element of a tuple or of an array of records, or a field of a record."""
+        """Return an element of a tuple or of an array of records, or a field of a record."""
         if isinstance(a, Array):
             if type(index) is str:
                 return getattr(a, index)
@@ -126,7 +126,7 @@ class Accesses:
             self.store(a, slice(None) if k is None else k, value, site)
 
     def element(self, a):
-        """A number with the type of a[i], without a read of memory."""
+        """Return a number with the type of a[i], without a read of memory."""
         if isinstance(a, RecordArray) or type(a) is Record:
             raise TypeError("its type depends on the field")
         if isinstance(a, tuple):
@@ -331,10 +331,9 @@ class Accesses:
         self.report(kind, (then[1], site), functools.partial(errors.race, *args))
 
     def _find(self, a, index, site, stores=False):
-        """The position of an element with an unusual index: literals and computed numbers below
-        zero. Or the view of a row or a slice. For an index out of bounds, which is reported, the
-        position of a spare element.
-        """
+        """Return the position of an element with an unusual index: literals and computed numbers
+        below zero. Or the view of a row or a slice. For an index out of bounds, which is reported,
+        the position of a spare element."""
         if isinstance(index, tuple):
             indices = index
         else:

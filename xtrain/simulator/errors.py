@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 def file_name(path: str) -> str:
-    """The name of a file for a reader; "cell" for a cell of a notebook."""
+    """Return the name of a file for a reader; "cell" for a cell of a notebook."""
     folder, file = os.path.split(path)
     if "ipykernel" in folder:
         return "cell"
@@ -88,8 +88,8 @@ class Reported(frozenset):
 
 
 def reported_kinds(allow=(), enable=()) -> Reported:
-    """The kinds that are reported: those that are on by default and those in `enable`, without
-    those in `allow`. A string "kind:array" in `allow` is for one array of a kernel."""
+    """Return the kinds that are reported: those that are on by default and those in `enable`,
+    without those in `allow`. A string "kind:array" in `allow` is for one array of a kernel."""
     for kind in (*(k.partition(":")[0] for k in allow), *enable):
         if kind not in KINDS:
             raise ValueError(f"{kind!r} is not a kind of finding: use one of {', '.join(KINDS)}")
@@ -207,8 +207,8 @@ def ranges(numbers) -> str:
 
 
 def caller():
-    """The thread whose kernel code runs now, and the Site of its current line; None outside a
-    kernel.
+    """Return the thread whose kernel code runs now, and the Site of its current line; None outside
+    a kernel.
 
     For reports from arithmetic, which does not know its thread.
     """
@@ -268,8 +268,8 @@ def race(space, then, did, second, does, site, index, kind="race") -> RaceError:
 
 
 def _call_of_numba(site) -> tuple:
-    """(the program's line that calls the function at `site`), if this is one of Numba's own, such
-    as that of a random number."""
+    """Return (the program's line that calls the function at `site`), if this is one of Numba's own,
+    such as that of a random number."""
     if not NUMBA.search(site.file):
         return ()
     frame: types.FrameType | None = sys._getframe(1)
@@ -282,7 +282,7 @@ def _call_of_numba(site) -> tuple:
 
 
 def _missing_order(space, first, second, kind):
-    """What is missing between two accesses, and what to do."""
+    """Return what is missing between two accesses, and what to do."""
     fence = "threadfence"
     if space == "shared":
         fence = "threadfence_block"

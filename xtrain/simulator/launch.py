@@ -270,12 +270,12 @@ class Launch:
         return self.schedule.order(items)
 
     def given_arrays(self) -> list[np.ndarray]:
-        """The arrays among its arguments."""
+        """Return the arrays among its arguments."""
         return _arrays_in(self.given)
 
     def last_change(self, array, index) -> tuple[str, tuple]:
-        """The name of an argument in the kernel, and the Site of the last change of an element by a
-        kernel."""
+        """Return the name of an argument in the kernel, and the Site of the last change of an
+        element by a kernel."""
         address = array[(*index, None)].__array_interface__["data"][0]
         names = [*inspect.signature(self.translated.function).parameters][1:]
         name = next((n for n, a in zip(names, self.given) if a is array), "an argument")
@@ -287,7 +287,7 @@ class Launch:
         return name, ()
 
     def block_at(self, position) -> "Block":
-        """The block at a position (z, y, x) of the grid."""
+        """Return the block at a position (z, y, x) of the grid."""
         return Block(self, Dim3(*position[::-1]))
 
     def _advance(self, block) -> list:
@@ -306,7 +306,7 @@ class Launch:
             observer.failed(block, error)
 
     def constant(self, values: np.ndarray):
-        """The array in constant memory that stands for a global NumPy array."""
+        """Return the array in constant memory that stands for a global NumPy array."""
         if id(values) not in self.constants:
             self.constants[id(values)] = global_arrays([values])[0]
             self.constants[id(values)].writeable = False
@@ -319,7 +319,7 @@ class Launch:
 
 
 def _arrays_in(args) -> list:
-    """The arrays among the arguments of a kernel, also those in tuples."""
+    """Return the arrays among the arguments of a kernel, also those in tuples."""
     arrays = []
     for a in args:
         if isinstance(a, np.ndarray):
@@ -330,7 +330,8 @@ def _arrays_in(args) -> list:
 
 
 def _without_records(value, records):
-    """An argument with an array without axes for each record. Adds (record, array) to `records`."""
+    """Return an argument with an array without axes for each record. Adds (record, array) to
+    `records`."""
     if isinstance(value, np.void) and value.dtype.names:
         records.append((value, np.array(value, value.dtype)))
         return records[-1][1]
@@ -343,7 +344,7 @@ def _without_records(value, records):
 
 
 def _simulated(value, arrays):
-    """An argument as the kernel sees it. arrays: an iterator over the Arrays that stand for
+    """Return an argument as the kernel sees it. arrays: an iterator over the Arrays that stand for
     _arrays_in."""
     if isinstance(value, np.ndarray):
         array = next(arrays)

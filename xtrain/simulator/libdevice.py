@@ -19,7 +19,7 @@ from .unset import carries
 
 # ----------------------------------------------------------------------------- rounding
 def _neighbours(x):
-    """The floats around x, in order."""
+    """Return the floats around x, in order."""
     kind = type(x)
     return np.nextafter(x, kind(-math.inf)), x, np.nextafter(x, kind(math.inf))
 
@@ -29,7 +29,7 @@ def _even(x) -> bool:
 
 
 def rounded(value: Fraction, kind, mode: str):
-    """A fraction as a float of this kind. mode: "rn" to nearest, "rd" down, "ru" up, "rz" to
+    """Return a fraction as a float of this kind. mode: "rn" to nearest, "rd" down, "ru" up, "rz" to
     zero."""
     try:
         near = kind(float(value))
@@ -53,8 +53,8 @@ def rounded(value: Fraction, kind, mode: str):
 
 
 def _directed(exact, plain, kind, mode):
-    """A function of floats that is computed as `exact` of fractions, or as `plain` if a number is
-    infinite, NaN or invalid."""
+    """Return a function of floats that is computed as `exact` of fractions, or as `plain` if a
+    number is infinite, NaN or invalid."""
 
     def f(*args):
         try:
@@ -83,7 +83,7 @@ def _directed_sqrt(kind, mode):
 
 
 def _whole(x, mode) -> int:
-    """A finite float as an integer."""
+    """Return a finite float as an integer."""
     if mode == "rn":
         return round(float(x))
     if mode == "rz":
@@ -338,10 +338,9 @@ _OPERATIONS = {
 
 
 def _computation(name):
-    """(function, its numbers): what computes the libdevice function of this name. numbers: "float",
-    "int" or "numpy", what the function takes: Python's floats, Python's integers or NumPy's
-    scalars.
-    """
+    """Return (function, its numbers): what computes the libdevice function of this name. numbers:
+    "float", "int" or "numpy", what the function takes: Python's floats, Python's integers or
+    NumPy's scalars."""
     if name in _BITS:
         return _BITS[name], "numpy"
     if name in _INTEGERS:
@@ -374,8 +373,8 @@ def _computation(name):
 
 
 def table(frontend, cast):
-    """(function of cuda.libdevice, what the simulator calls in its place) for all of them. cast:
-    scalars.cast."""
+    """Yield (function of cuda.libdevice, what the simulator calls in its place) for all of them.
+    cast: scalars.cast."""
     for full, (returns, parameters) in frontend.libdevice_functions.items():
         name = full.removeprefix("__nv_")
         arguments = [p.ty for p in parameters if not p.is_ptr]

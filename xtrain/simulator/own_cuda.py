@@ -60,7 +60,7 @@ class Dispatcher:
         )
 
     def forall(self, ntasks, tpb=0, stream=0, sharedmem=0) -> "ForAll":
-        """A launch of at least `ntasks` threads."""
+        """Return a launch of at least `ntasks` threads."""
         if ntasks < 0:
             raise ValueError(f"Can't create ForAll with negative task count: {ntasks}")
         return ForAll(self, ntasks, tpb, stream, sharedmem)
@@ -117,7 +117,7 @@ def declare_device(name, sig):
 
 
 def normalize_dimensions(griddim, blockdim) -> tuple:
-    """The grid and the block as tuples of three ints."""
+    """Return the grid and the block as tuples of three ints."""
     return tuple(map(_three, (griddim, blockdim), ("griddim", "blockdim")))
 
 
@@ -158,8 +158,8 @@ class Reduce:
         self.functor = functor
 
     def __call__(self, arr, size=None, res=None, init=0, stream=0):
-        """The reduction of the first `size` elements of a one-dimensional array, written to res[0]
-        if `res` is given and returned otherwise."""
+        """Return the reduction of the first `size` elements of a one-dimensional array, written to
+        res[0] if `res` is given and returned otherwise."""
         if arr.ndim != 1:
             raise TypeError("only support 1D array")
         host = host_view(arr)[:size]
@@ -275,7 +275,7 @@ def stand_in():
 
 
 def _module(name: str, **members):
-    """A new module, which `import name` finds."""
+    """Return a new module, which `import name` finds."""
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None, origin=__file__, is_package=True)
     module.__spec__.has_location = True  # an ImportError then names this file

@@ -139,7 +139,7 @@ def _translate(function, pauses):
 
 
 def _definition(function) -> ast.FunctionDef:
-    """The syntax tree of a function. A lambda becomes a function with a return statement."""
+    """Return the syntax tree of a function. A lambda becomes a function with a return statement."""
     if function.__name__ == "<lambda>":
         return _lambda(function)
     try:
@@ -299,7 +299,7 @@ class _Rewriter(Expressions):
         return node
 
     def wait(self, node, name):
-        """A call of a barrier or a warp function: the scheduler sends its result."""
+        """Return a call of a barrier or a warp function: the scheduler sends its result."""
         wanted = PARAMETERS[name]
         given = {k.arg: k.value for k in node.keywords}
         known = name.startswith(("shfl", "syncthreads")) and set(given) == {
@@ -320,7 +320,7 @@ class _Rewriter(Expressions):
         return at(ast.Yield(at(ast.Tuple(request, ast.Load()), node)), node)
 
     def intrinsic(self, node, function):
-        """A call of a function that `simulates` registered."""
+        """Return a call of a function that `simulates` registered."""
         for position in getattr(
             function, "literals", ()
         ):  # arguments that Numba needs as constants
@@ -339,7 +339,7 @@ class _Rewriter(Expressions):
         return call
 
     def device_function(self, node, function):
-        """A call of a @cuda.jit function."""
+        """Return a call of a @cuda.jit function."""
         translated = translate(function, self.pauses)
         if translated is None:  # it calls itself, perhaps by way of another function
             later = self.constant(self.static(node.func), node, function.__name__)
@@ -469,8 +469,8 @@ class _Rewriter(Expressions):
         return [at(ast.Assign([left], self.site(node, "return")), node), node]
 
     def store(self, target, value):
-        """A statement for `target[...] = value` or `target.name = value`; value is a rewritten
-        expression."""
+        """Return a statement for `target[...] = value` or `target.name = value`; value is a
+        rewritten expression."""
         if isinstance(target, ast.Attribute):
             site = self.site(target, ast.unparse(target))
             args = self.visit(target.value), at(ast.Constant(target.attr), target), value, site

@@ -36,7 +36,7 @@ class Stepper(Recording):
     """A recording that can be looked at. In a notebook it shows itself."""
 
     def page(self) -> str:
-        """The page: HTML that needs nothing else."""
+        """Return the page: HTML that needs nothing else."""
         data = json.dumps(compact(contents(self)), separators=(",", ":"))
         data = data.replace("<", "\\u003c")
         if self.launch:
@@ -61,7 +61,7 @@ class Stepper(Recording):
         return f'<{name}, block {self.position}, {len(times)} steps: save("FILE.html") writes them as a page>'
 
     def _repr_html_(self) -> str:
-        """The page in a frame, apart from the notebook's own styles and scripts."""
+        """Return the page in a frame, apart from the notebook's own styles and scripts."""
         return (
             f'<iframe srcdoc="{html.escape(self.page())}" title="the threads of a block, step by step" '
             f'style="width:100%;height:{HEIGHT}px;box-sizing:border-box;border:1px solid #8884;'
@@ -70,7 +70,7 @@ class Stepper(Recording):
 
 
 def contents(recording: Recording) -> dict[str, Any]:
-    """What the page shows, as JSON has it."""
+    """Return what the page shows, as JSON has it."""
     steps = recording.steps()
     launch = recording.launch
     paths = [step.event.path for step in steps]
@@ -105,8 +105,8 @@ def contents(recording: Recording) -> dict[str, Any]:
 
 
 def compact(page: dict[str, Any]) -> dict[str, Any]:
-    """The same in fewer bytes: [first, step, count] in a dict for numbers in equal steps, and no
-    values of reads that find what is known of their elements. stepper.html undoes it."""
+    """Return the same in fewer bytes: [first, step, count] in a dict for numbers in equal steps,
+    and no values of reads that find what is known of their elements. stepper.html undoes it."""
     last_values: dict[tuple[int, int], Any] = {}
     for step in page["steps"]:
         elements = [(step["a"], k) for k in step["e"]]
@@ -132,8 +132,8 @@ def _sequence(numbers: list[int]) -> list[int] | dict[str, list[int]]:
 
 
 def _variables(step: Step) -> list[list[Any]]:
-    """[name, value] of the local variables that have changed; a list of values, None for a lane
-    where it has not, if they differ."""
+    """Return [name, value] of the local variables that have changed; a list of values, None for a
+    lane where it has not, if they differ."""
     names = dict.fromkeys(name for lane in step.changed for name in lane)
     changes: list[list[Any]] = []
     for name in names:
@@ -176,7 +176,7 @@ def _step(step: Step, path: list) -> dict[str, Any]:
 
 
 def _asynchronous(steps: list[Step]) -> list[dict[str, Any]]:
-    """What the asynchronous engines (engines.py) do in each step.
+    """Return what the asynchronous engines (engines.py) do in each step.
 
     n: engine.
     r: the words of an access that begins here, [[first, end], ...].
@@ -214,14 +214,14 @@ def _asynchronous(steps: list[Step]) -> list[dict[str, Any]]:
 
 
 def _runs(words: list[int]) -> list[list[int]]:
-    """[[first, end], ...] of consecutive words"""
+    """Return [[first, end], ...] of consecutive words."""
     in_order = np.unique(words)
     cuts = np.flatnonzero(np.diff(in_order) != 1) + 1
     return [[int(run[0]), int(run[-1]) + 1] for run in np.split(in_order, cuts) if len(run)]
 
 
 def _number(value):
-    """A value with four digits, as JSON has numbers; text for what JSON has not."""
+    """Return a value with four digits, as JSON has numbers; text for what JSON has not."""
     if isinstance(value, Unset):
         return "not written"
     if isinstance(value, (bool, np.bool_)):
@@ -239,8 +239,8 @@ def _number(value):
 
 
 def _error(recording: Recording, steps: list[Step], lines) -> dict[str, Any] | None:
-    """The error's text and lines, and where it shows: time, thread, cells, one sentence. time -1:
-    nowhere."""
+    """Return the error's text and lines, and where it shows: time, thread, cells, one sentence.
+    time -1: nowhere."""
     error = recording.error
     if error is None:
         return None
@@ -291,8 +291,8 @@ def _since(step: Step) -> str:
 
 
 def _others(steps, thread, event: Event, wrong: set[int], error) -> list[tuple[Step, set[int]]]:
-    """The steps in which others access elements of the error, at the other place that it names; and
-    these elements."""
+    """Return the steps in which others access elements of the error, at the other place that it
+    names; and these elements."""
     places = {site for site in error.sites if site != event.site}
     if isinstance(error, RaceError):
         places = places or {event.site}
@@ -308,7 +308,7 @@ def _others(steps, thread, event: Event, wrong: set[int], error) -> list[tuple[S
 
 # ----------------------------------------------------------------------------- the source
 def _files(places: Iterable[tuple[str, int]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """[(file, functions that contain one of the places)], in the order of the places"""
+    """Return [(file, functions that contain one of the places)], in the order of the places."""
     lines: dict[str, list[int]] = {}
     for file, line in places:
         lines.setdefault(file, []).append(line)
@@ -334,7 +334,7 @@ def _files(places: Iterable[tuple[str, int]]) -> list[tuple[str, list[dict[str, 
 
 
 def _counters(part: dict[str, Any]) -> set[str]:
-    """The variables of the for loops of a function."""
+    """Return the variables of the for loops of a function."""
     try:
         tree = ast.parse(textwrap.dedent("\n".join(part["lines"])))
     except SyntaxError:
@@ -344,7 +344,7 @@ def _counters(part: dict[str, Any]) -> set[str]:
 
 
 def _functions(text: list[str]) -> list[tuple[int, int]]:
-    """(first line, last line) of every function, with its decorators."""
+    """Return (first line, last line) of every function, with its decorators."""
     try:
         tree = ast.parse("".join(text))
     except SyntaxError:

@@ -108,7 +108,7 @@ def reset() -> None:
 
 
 def number(stream: Any) -> int:
-    """The number of a stream; DEFAULT for the default stream in all its forms."""
+    """Return the number of a stream; DEFAULT for the default stream in all its forms."""
     try:
         handle = int(stream)
     except (TypeError, ValueError):
@@ -122,7 +122,7 @@ def _join(clock, other):
 
 
 def _before_next(stream) -> dict[int, int]:
-    """The clock of a stream, with what precedes its next operation."""
+    """Return the clock of a stream, with what precedes its next operation."""
     clock = _clocks.setdefault(stream, {})
     _join(clock, _host)
     if stream == DEFAULT:
@@ -297,7 +297,7 @@ def _is_visible(part) -> bool:
 
 
 def site(what: str) -> Site:
-    """The line of the program that calls numba.cuda now."""
+    """Return the line of the program that calls numba.cuda now."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and _is_library(frame):
         frame = frame.f_back
@@ -367,7 +367,7 @@ def _plain(x):
 
 
 def _seen(value):
-    """The arguments of a function of NumPy that reads them."""
+    """Return the arguments of a function of NumPy that reads them."""
     if isinstance(value, HostArray):
         host_accesses(_plain(value), False)
         return _plain(value)

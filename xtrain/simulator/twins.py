@@ -240,7 +240,8 @@ def learn():
 
 @functools.cache
 def _ufunc(f):
-    """A NumPy function of numbers. The integers of this module are NumPy's while it computes."""
+    """Return a NumPy function of numbers. The integers of this module are NumPy's while it
+    computes."""
 
     def call(*args):
         args = [x.base(x) if isinstance(x, _INTEGERS) else half.wide(x) for x in args]
@@ -250,7 +251,7 @@ def _ufunc(f):
 
 
 def twin(obj):
-    """What replaces obj in a simulated kernel; obj itself if it needs no replacement."""
+    """Return what replaces obj in a simulated kernel; obj itself if it needs no replacement."""
     if frontends.is_type(obj) or (isinstance(obj, type) and issubclass(obj, np.generic)):
         return TWINS.get(obj) or cast(dtype_of(obj))
     if isinstance(obj, np.ufunc):

@@ -9,7 +9,7 @@ _BASES = "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 floa
 
 
 def _vector(name, n, convert):
-    """What makes a vector of n components from numbers and other vectors."""
+    """Return what makes a vector of n components from numbers and other vectors."""
     kind = namedtuple(name, ["x", "y", "z", "w"][:n])
 
     def make(*parts):

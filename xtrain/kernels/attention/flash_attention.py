@@ -424,7 +424,7 @@ def use_hopper(q_BTHD: Array) -> bool:
 
 
 def gpu_of(x: Array) -> Gpu:
-    """The GPU that holds x."""
+    """Return the GPU that holds x."""
     return Gpu(multiprocessors(x), l2_bytes(x))
 
 
