@@ -306,7 +306,8 @@ def _missing_order(space, first, second, kind):
 
 
 def early(thread, does, why, what, site) -> RaceError:
-    """A kernel that overlaps the previous one accesses `what` too early (early.py)."""
+    """Return the error of a kernel that accesses `what` before the previous one has ended
+    (early.py)."""
     return RaceError(
         f"data race between kernels {where(thread, site)}: {thread} {does} {what} at {site}, "
         f"{why}, and has not called wait_for_previous",
@@ -357,7 +358,7 @@ def uninitialized(thread, memory, key, site, index, later=None, use=None):
 
 
 def endless(thread, site, iterations) -> KernelError:
-    """A while loop that has too many iterations."""
+    """Return the error of a while loop that has too many iterations."""
     return KernelError(
         f"endless loop {where(thread, site)}: {thread} starts iteration {iterations:,} of "
         f"{site.what} at {site}: either the loop never ends, or it waits for another thread; the "
@@ -367,7 +368,7 @@ def endless(thread, site, iterations) -> KernelError:
 
 
 def read_only(thread, site, index):
-    """A write to an array that may not be written."""
+    """Return the error of a write to an array that may not be written."""
     return KernelError(
         f"write to a read-only array {where(thread, site)}: {thread} writes "
         f"{element(site, index)} at {site}",
@@ -376,7 +377,7 @@ def read_only(thread, site, index):
 
 
 def negative_index(thread, index, axis_index, size, site):
-    """A computed index that is negative but not below -size."""
+    """Return the error of a computed index that is negative but not below -size."""
     return OutOfBoundsError(
         f"negative index {where(thread, site)}: {thread} uses {element(site, index)} at {site}: "
         f"index {axis_index} is negative (Numba counts it from the end): it wraps around to "
@@ -392,8 +393,8 @@ def numeric(thread, site, kind, text):
 
 
 def out_of_bounds(thread, a, index, site):
-    """An index that does not fit the array: OutOfBoundsError, or KernelError if it is not an
-    integer."""
+    """Return the error of an index that does not fit the array: OutOfBoundsError, or KernelError if
+    it is not an integer."""
     if isinstance(index, tuple):
         axes = index
     else:
@@ -427,7 +428,8 @@ def out_of_bounds(thread, a, index, site):
 
 
 def atomic_kind(thread, site, name, a, kinds):
-    """An atomic that Numba does not have for this dtype. kinds: the dtypes that it has."""
+    """Return the error of an atomic that Numba does not have for this dtype. kinds: those that it
+    has."""
     kind = "bfloat16"
     if a.dtype.str != "|V2":
         kind = a.dtype
@@ -439,7 +441,7 @@ def atomic_kind(thread, site, name, a, kinds):
 
 
 def no_integer(thread, site, vote):
-    """A vote of syncthreads_and, _or or _count that is not an integer."""
+    """Return the error of a vote of syncthreads_and, _or or _count that is not an integer."""
     kind = type(vote).__name__.lower().rstrip("_")
     return KernelError(
         f"{site.what} {where(thread, site)}: it takes an integer, this is a {kind}: write "
