@@ -262,13 +262,13 @@ class Module:
                 if isinstance(item, Module):
                     yield from item.modules(f"{prefix}{path}.")
 
-    def storage(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
+    def storage(self) -> Iterator[tuple[str, Parameter]]:
         """Yield (name of the module, Parameter as it is in memory), depth first.
 
         A shared one only once.
         """
         seen = set()
-        for path, parameter in self._storage(prefix):
+        for path, parameter in self._storage(""):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield path, parameter

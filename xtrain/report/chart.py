@@ -45,8 +45,9 @@ def by_depth(i: int, n: int) -> str:
     return f"hsl({280 - 230 * i / max(1, n - 1):.0f} 65% 52%)"
 
 
-def running_mean(points: Points, rate: float = 0.05) -> Points:
+def running_mean(points: Points) -> Points:
     """Return the exponential moving average, divided by the sum of its weights. Skips gaps."""
+    rate = 0.05
     total = 0.0
     weight = 0.0
     out: Points = []

@@ -65,12 +65,10 @@ class Launch:
         overlap=False,
         reported=None,
         collects=False,
-        resident=None,
         schedule: Schedule | None = None,
     ):
         """reported: the kinds of findings to report, see errors.reported_kinds. collects: continue
         after a finding.
-        resident: blocks that run at a time; None: all that wait for others.
         schedule: the order of blocks and threads; None: by their numbers."""
         self.schedule = schedule
         self.repeats: Launch | None = None  # a launch that has run in another order
@@ -82,7 +80,7 @@ class Launch:
         self.forked = False  # blocks ran in several processes
         self.reported = errors.reported_kinds() if reported is None else reported
         self.collects = collects
-        self.resident = resident
+        self.resident: int | None = None  # blocks that run at a time; None: all that wait
         self.found: dict = {}  # (kind, sites) -> KernelError
         self.changes = 0  # atomics that changed memory
         self.name = kernel.py_func.__name__

@@ -120,9 +120,9 @@ def _normcdfinv(p):
     return statistics.NormalDist().inv_cdf(p)
 
 
-def _newton(y, error, steps=4):
+def _newton(y, error):
     """Improve a root of a function with the derivative 2 / sqrt(pi) exp(-y^2)."""
-    for _ in range(steps):
+    for _ in range(4):
         y -= error(y) * math.sqrt(math.pi) / 2 * math.exp(y * y)
     return y
 
@@ -168,12 +168,12 @@ def _jn(n, x):
 
 
 @functools.cache
-def _nodes(points):
-    return np.polynomial.legendre.leggauss(points)
+def _nodes():
+    return np.polynomial.legendre.leggauss(400)
 
 
-def _integral(f, a, b, points=400):
-    x, w = _nodes(points)
+def _integral(f, a, b):
+    x, w = _nodes()
     return float((b - a) / 2 * np.sum(w * f((b - a) / 2 * x + (a + b) / 2)))
 
 
@@ -191,7 +191,8 @@ def _yn(n, x):
         for k in range(1, int(n)):
             below, y = y, 2 * k / x * y - below
         return y
-    n, sign = int(n), 1 - 2 * (int(n) & 1)
+    n = int(n)
+    sign = 1 - 2 * (n & 1)
     wave = _integral(lambda t: np.sin(x * np.sin(t) - n * t), 0, math.pi)
     end = math.asinh(745 / x)
     tail = _integral(

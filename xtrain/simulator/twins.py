@@ -168,9 +168,8 @@ def _float_of(args):
     return np.float64
 
 
-def _float_function(name, f, scalar=None):
-    """f computed in float64 and rounded to `scalar`; by default to the type that Numba gives the
-    result."""
+def _float_function(name, f):
+    """Return f computed in float64 and rounded to the type that Numba gives the result."""
     fallback = getattr(np, _NUMPY_NAMES.get(name, name), lambda *args: math.nan)
 
     def call(*args):
@@ -180,7 +179,7 @@ def _float_function(name, f, scalar=None):
             return carried(call, *args)
         except (ValueError, OverflowError, ZeroDivisionError):  # a GPU returns NaN or infinity
             y = fallback(*map(np.float64, args))
-        return (scalar or _float_of(args))(y)
+        return _float_of(args)(y)
 
     return call
 
