@@ -55,7 +55,7 @@ def summary(module: str) -> str:
 
 
 def overview() -> str:
-    """One line per command: its name and the first line of its docstring."""
+    """Return one line per command: its name and the first line of its docstring."""
     lines = [f"xtrain {name:13} {summary(module)}" for name, module in COMMANDS.items()]
     lines.append("xtrain completion    a script that completes these commands in bash or zsh")
     lines.append("xtrain --version     the version")

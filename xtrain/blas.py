@@ -50,13 +50,13 @@ def use_threads(number: int | None) -> contextlib.AbstractContextManager:
 
 
 def in_environment() -> bool:
-    """Does an environment variable set the number?"""
+    """Return True if an environment variable sets the number."""
     return bool(VARIABLES & os.environ.keys())
 
 
 def choose_threads(asked: int | None, rows: int, width: int, hidden: int, most: int) -> int | None:
-    """`asked` if it is given, else what the environment says, else fastest_threads. None: the
-    number cannot be set.
+    """Return `asked` if it is given, else what the environment says, else fastest_threads. None:
+    the number cannot be set.
 
     Raises UserError if `asked` is more than the cores, or if this BLAS cannot set the number.
     """

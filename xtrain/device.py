@@ -68,25 +68,26 @@ def _usable_cupy() -> ModuleType | None:
 
 
 def cache_folder() -> Path:
-    """$XTRAIN_CACHE, else xtrain in $XDG_CACHE_HOME, else ~/.cache/xtrain."""
+    """Return $XTRAIN_CACHE, else xtrain in $XDG_CACHE_HOME, else ~/.cache/xtrain."""
     if folder := os.environ.get("XTRAIN_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "xtrain")
 
 
 def gpu_available() -> bool:
-    """Is there a GPU that CuPy can use?"""
+    """Return True if there is a GPU that CuPy can use."""
     return cupy() is not None
 
 
 def has_bf16() -> bool:
-    """Does this GPU support bf16 instructions (compute capability 8.0, Ampere, or higher)? Needs a
-    GPU."""
+    """Return True if this GPU supports bf16 instructions (compute capability 8.0, Ampere, or
+    higher). Needs a GPU."""
     return int(cupy().cuda.Device().compute_capability) >= 80
 
 
 def has_fp8() -> bool:
-    """Does this GPU have fp8 products (compute capability 8.9, Ada, or higher)? Needs a GPU."""
+    """Return True if this GPU has fp8 products (compute capability 8.9, Ada, or higher). Needs a
+    GPU."""
     return int(cupy().cuda.Device().compute_capability) >= 89
 
 
@@ -119,7 +120,8 @@ def is_gpu(x: Array) -> bool:
 
 
 def as_array(x: Any) -> Array:
-    """x if it is an array, else np.asarray(x): NumPy operations turn 0-d arrays into scalars."""
+    """Return x if it is an array, else np.asarray(x): NumPy operations turn 0-d arrays into
+    scalars."""
     if hasattr(x, "strides") and not isinstance(x, np.generic):
         return x
     return np.asarray(x)

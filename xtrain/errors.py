@@ -26,7 +26,7 @@ class FunctionError(UserError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Is this an out-of-memory error of Python, NumPy, CuPy, the driver, cuBLAS or NCCL?"""
+    """Return True for an out-of-memory error of Python, NumPy, CuPy, the driver, cuBLAS or NCCL."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
     )

@@ -101,7 +101,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def is_folder(path: Path) -> bool:
-    """path.is_dir(), after restoring a folder whose export was killed. Raises UserError if
+    """Return path.is_dir(), after restoring a folder whose export was killed. Raises UserError if
     permissions or the length of the name prevent the check."""
     with reading(path):
         if not os.path.lexists(path):

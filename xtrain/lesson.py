@@ -44,7 +44,7 @@ def load_checks(module: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """lesson.check, lesson.source, ...: the names in lessons/checks/api.py."""
+    """Return lesson.check, lesson.source, ...: the names in lessons/checks/api.py."""
     if name.startswith("__"):
         raise AttributeError(name)
     return getattr(load_checks("api"), name)

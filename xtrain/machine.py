@@ -154,5 +154,5 @@ def launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
 
 
 def first_on_machine(environment: Mapping[str, str] = os.environ) -> bool:
-    """Is this the first of the processes that a launcher started on this machine?"""
+    """Return True in the first of the processes that a launcher started on this machine."""
     return all(environment.get(name, "0") == "0" for name in LOCAL_RANK)

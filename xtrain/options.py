@@ -216,8 +216,8 @@ def find_object(option: str, name: str, example: str, form: str = "MODULE:NAME")
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """MODULE:FUNCTION, with which find_function finds the function in another process; "" if it
-    does not."""
+    """Return MODULE:FUNCTION, with which find_function finds the function in another process; "" if
+    it does not."""
     module = getattr(function, "__module__", "")
     name = getattr(function, "__qualname__", "")
     is_found = module != "__main__" and getattr(sys.modules.get(module), name, None) is function

@@ -122,7 +122,7 @@ def _told(
 
 
 def _separate(parts: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
-    """Also end documents at END_OF_TEXT, and leave out empty ones.
+    """End documents at END_OF_TEXT, too, and leave out empty ones.
 
     The last part of a document may be empty.
     """

@@ -50,8 +50,8 @@ class Source(NamedTuple):
     is_named: bool
 
     def read(self, key: str) -> Iterator[tuple[str, bool]]:
-        """Its text, part by part; is it the last part of a document? key: of the field or column.
-        Raises BadFile."""
+        """Yield (part of the text, is it the last part of a document?). key: of the field or
+        column. Raises BadFile."""
         if not os.path.isfile(self.path):
             what = "does not exist"
             if os.path.exists(self.path):

@@ -197,6 +197,6 @@ def _parts(sequences: Sequence[Any]) -> Iterable[Sequence[Any]]:
 
 
 def _cut(text: str, stop: list[str]) -> str:
-    """text up to the first stop string"""
+    """Return the text up to the first stop string."""
     ends = [text.find(s) for s in stop if s and s in text]
     return text[: min(ends, default=None)]

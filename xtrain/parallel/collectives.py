@@ -201,7 +201,7 @@ class HostCollectives(Division):
         return all_R
 
     def gather_1(self, own_1: np.ndarray) -> np.ndarray:
-        """start_gather and join."""
+        """Call start_gather and join."""
         all_R = self.start_gather(own_1)
         self.join()
         return all_R
@@ -335,7 +335,7 @@ class GpuCollectives(Division):
         return event
 
     def _gradients(self, a: int, b: int) -> Array:
-        """grads[a:b], in bf16 if that is sent."""
+        """Return grads[a:b], in bf16 if that is sent."""
         if self.half is None:
             return self.grads[a:b]
         cast_into(self.half[a:b], self.grads[a:b])
@@ -462,7 +462,7 @@ def store_sum(own_m: Array, sum_m: Array, add: bool) -> None:
 
 
 def load_nccl() -> Any:
-    """cupy.cuda.nccl. Raises UserError if CuPy finds no NCCL library."""
+    """Return cupy.cuda.nccl. Raises UserError if CuPy finds no NCCL library."""
     try:
         from cupy.cuda import nccl
 

@@ -233,7 +233,7 @@ def shared_memory_shortage(
 
 
 def _when_all_ranks_have_started(MPI: Any) -> None:
-    """MPI_Init, which waits for all ranks.
+    """Call MPI_Init, which waits for all ranks.
 
     MPICH waits forever for a rank that failed before: after START_SECONDS this process exits.
     It can then print only its stack, so the name of this function is the message.

@@ -169,8 +169,8 @@ class Loop:
         raise error
 
     def stop_requested(self) -> bool:
-        """Has any rank received a stop request? Raises, on every rank, an error of the checkpoint
-        writer."""
+        """Return True if any rank has received a stop request. Raises, on every rank, an error of
+        the checkpoint writer."""
         flags = [self.stop.after_step(self.writer.seconds), self.writer.failed]
         requested, failed = self.run.ranks.sum([float(flag) for flag in flags])
         if failed:

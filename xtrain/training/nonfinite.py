@@ -116,7 +116,7 @@ def _names(model):
 
 
 def count_nonfinite(x: Any) -> str | None:
-    """ "3 NaN and 1 infinite of 64 values", or None if all are finite. Objects that are not
+    """Return "3 NaN and 1 infinite of 64 values", or None if all are finite. Objects that are not
     floating-point arrays pass."""
     if not hasattr(x, "strides") or x.dtype.name not in BITS:
         return None

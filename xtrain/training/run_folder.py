@@ -152,7 +152,8 @@ def refuse_another_model(options: RunOptions, folder: RunFolder) -> None:
 
 
 def _is_in(init: str | None, folder: str) -> bool:
-    """Is `init`, as stored, this folder, or the checkpoint of a run that this folder is?"""
+    """Return True if `init`, as stored, is this folder, or the checkpoint of a run that this folder
+    is."""
     if init is None:
         return False
     return Path(os.path.abspath(init)).is_relative_to(os.path.abspath(folder))
@@ -386,7 +387,7 @@ def _stored_options(path: Path, kind: type[RunOptions]) -> dict[str, Any] | None
 
 
 def _one_path(options: dict[str, Any]) -> dict[str, Any]:
-    """--data as earlier versions stored it: one path."""
+    """Return --data as earlier versions stored it: one path."""
     data = options.get("data")
     if isinstance(data, str):
         return {"data": (data,)}
@@ -394,8 +395,8 @@ def _one_path(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Is a value from JSON of this type? hint: a type, a union of types, a Literal, or a tuple of as
-    many values of one type as there are."""
+    """Return True if a value from JSON is of this type. hint: a type, a union of types, a Literal,
+    or a tuple of as many values of one type as there are."""
     parts = get_args(hint)
     if get_origin(hint) is Literal:
         return value in parts
