@@ -399,17 +399,8 @@ def overlap_is_real(folder):
 
 
 CHECKS = [
-    every_stage_with_and_without_zero,
-    accumulation,
-    tied_embeddings_recompute_and_ignored_targets,
-    three_ranks,
-    muon,
-    experts,
-    matrices_stay_whole,
-    bf16_communication_stays_close,
-    validation_is_global,
-    without_communication_ranks_part,
-    a_flipped_bit_is_noticed,
-    masters_exist_once,
-    overlap_is_real,
-]
+    every_stage_with_and_without_zero, accumulation, tied_embeddings_recompute_and_ignored_targets,
+    three_ranks, muon, experts, matrices_stay_whole, bf16_communication_stays_close,
+    validation_is_global, without_communication_ranks_part, a_flipped_bit_is_noticed,
+    masters_exist_once, overlap_is_real,
+]  # fmt: skip

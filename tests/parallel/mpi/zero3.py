@@ -243,15 +243,7 @@ def a_flipped_bit_is_noticed(folder):
 
 
 CHECKS = [
-    the_steps_of_zero_1,
-    clipped_with_the_same_division,
-    accumulated,
-    only_two_layers_are_whole,
-    validation_and_samples,
-    passes_between_steps,
-    elastic,
-    resumed_exactly,
-    its_report,
-    a_bad_step,
+    the_steps_of_zero_1, clipped_with_the_same_division, accumulated, only_two_layers_are_whole,
+    validation_and_samples, passes_between_steps, elastic, resumed_exactly, its_report, a_bad_step,
     a_flipped_bit_is_noticed,
-]
+]  # fmt: skip
