@@ -216,8 +216,8 @@ class ModelConfig:
         ok = isinstance(value, numbers.Integral) and not isinstance(value, bool) and value > 0
         need(ok, f"{name} must be a positive whole number, got {value!r}")
         object.__setattr__(self, name, int(value))  # also of NumPy
-        most = MOST.get(name, MAX_COUNT)
-        need(value <= most, f"{name} must be at most {most}, got {value}")
+        limit = MOST.get(name, MAX_COUNT)
+        need(value <= limit, f"{name} must be at most {limit}, got {value}")
 
     @property
     def family(self) -> str:
@@ -416,13 +416,13 @@ class TrainConfig(ShapeOptions, ParallelOptions, ExpertOptions, OptimizerOptions
         """Return the preset of this name, or that of --depth. Raises UserError."""
         if self.depth is not None:
             shape = family.shape(self.depth)
-            given = self.shape(Preset(shape, {}))
-            model = ModelConfig(vocab_size=self.vocab_size or family.VOCAB_SIZE, **given)
+            fields_of_shape = self.shape(Preset(shape, {}))
+            model = ModelConfig(vocab_size=self.vocab_size or family.VOCAB_SIZE, **fields_of_shape)
             seq_len = self.seq_len or family.SEQ_LEN
             return Preset(shape, family.options(model, seq_len, self.batch, self.steps))
         presets = self.presets()
-        known = ", ".join(presets)
-        need(name in presets, f"--preset {name!r} is not known: choose one of auto, {known}")
+        names = ", ".join(presets)
+        need(name in presets, f"--preset {name!r} is not known: choose one of auto, {names}")
         return presets[name]
 
     def filled(self, gpu: bool) -> "tuple[TrainConfig, dict[str, Any]]":

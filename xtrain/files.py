@@ -425,10 +425,10 @@ class Journal:
         with open(self.path, "ab", buffering=0) as file:
             # another program may have truncated or extended it
             self.size = os.fstat(file.fileno()).st_size
-            rest = memoryview(self.pending)
+            unwritten = memoryview(self.pending)
             try:
-                while rest:
-                    rest = rest[file.write(rest) :]
+                while unwritten:
+                    unwritten = unwritten[file.write(unwritten) :]
             except OSError:
                 file.truncate(self.size)  # half a line must not look like a complete one
                 raise

@@ -171,8 +171,8 @@ class Scorer:
         """
         tokenizer = self.pretrained.tokenizer
         stop = list(stop)
-        given = GREEDY | options | {"max_new_tokens": max_new_tokens}
-        arguments = self.defaults.fill(given, GREEDY)
+        chosen = GREEDY | options | {"max_new_tokens": max_new_tokens}
+        arguments = self.defaults.fill(chosen, GREEDY)
         if end is None:
             end = self.pretrained.answer_stop
         texts: list[str] = []

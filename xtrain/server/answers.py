@@ -124,9 +124,9 @@ class Form:
         self.n_prompt = sum(map(len, prompts))
         if self.body.prompt_logprobs is None:
             return
-        rest = iter(scores)
+        remaining = iter(scores)
         for tokens in prompts:
-            scored = next(rest) if len(tokens) > 1 else []
+            scored = next(remaining) if len(tokens) > 1 else []
             entries = [self._prompt_entry(t, *score) for t, score in zip(tokens[1:], scored)]
             self.prompt_logprobs.append([None, *entries])
 

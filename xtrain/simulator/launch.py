@@ -162,11 +162,11 @@ class Launch:
         warns = errors.KINDS[kind].severity == "warning" and kind not in self.raised
         if not (self.collects or (self.keeps_warnings and warns)):
             raise make()
-        known = self.found.get((kind, sites))
-        if known is None:
+        finding = self.found.get((kind, sites))
+        if finding is None:
             self.found[kind, sites] = make()
         else:
-            known.count += 1
+            finding.count += 1
 
     def findings(self, run=None) -> list[KernelError]:
         """Run all blocks and return the findings. After one that leaves no sensible way to
@@ -191,13 +191,13 @@ class Launch:
             if memory.unwritten is not None:
                 memory.unwritten.remove(memory.written)
         written = [(self.name, m.base, m.granule, m.written) for m in self.memories]
-        given = list(self.given)
+        arguments = list(self.given)
         copies = dict(self.copies)
         if self.let_next_early:
             written += self.previous_writes
-            given += self.previous_args
+            arguments += self.previous_args
             copies = {**self.previous_copies, **copies}
-        previous.last = written, given, copies
+        previous.last = written, arguments, copies
         for observer in self.observers:
             observer.finished(self)
 

@@ -196,15 +196,15 @@ def parse_options(
     parse(defaults) parses it; defaults None: those of the class. Rank 0 reads the run's folder:
     others may not see it. Raises UserError.
     """
-    given = parse(None)
-    if not given.resume:
-        return given
-    given.check_place()  # the other options may need some that the run has
-    kept, allowed = ranks.on_rank_0(lambda: _options_to_resume(given))
+    first = parse(None)
+    if not first.resume:
+        return first
+    first.check_place()  # the other options may need some that the run has
+    kept, allowed = ranks.on_rank_0(lambda: _options_to_resume(first))
     if kept:
-        defaults = replace(type(given)(), **kept)
+        defaults = replace(type(first)(), **kept)
     else:
-        defaults = given
+        defaults = first
     config = parse(defaults if kept else None)
     if getattr(config, "epochs", None) != kept.get("epochs") and config.steps == kept.get("steps"):
         config = replace(config, steps=None)  # --epochs is given, which decides them
@@ -221,11 +221,11 @@ def to_resume(config: RunOptions) -> Path:
     return _last_path(first, config.name)
 
 
-def _options_to_resume(given: Options) -> tuple[dict[str, Any], list[str]]:
+def _options_to_resume(asked: Options) -> tuple[dict[str, Any], list[str]]:
     """Return the options of the run to resume, none if they are unknown; the changes that
     were allowed before"""
-    path = to_resume(given)
-    stored = _stored_options(path, type(given))
+    path = to_resume(asked)
+    stored = _stored_options(path, type(asked))
     if stored is None:
         if not _contents(path):
             saved_runs.newest(path)  # raises: there is none
@@ -236,7 +236,7 @@ def _options_to_resume(given: Options) -> tuple[dict[str, Any], list[str]]:
     if is_whole_share(stored, read_json(path / "config.json")):
         stored.pop("micro_batch", None)
     kept = {name: x for name, x in stored.items() if name not in NOT_STORED}
-    return {"name": str(path.relative_to(given.out)), **kept}, allowed
+    return {"name": str(path.relative_to(asked.out)), **kept}, allowed
 
 
 def _installed(packages: Sequence[str]) -> dict[str, str]:
