@@ -58,7 +58,8 @@ class TextExam(Exam):
                 "longer text"
             )
         self.windows = byte_windows(text.text, ids, tokenizer, scorer.context, stride)
-        self.longest, self.n_sequences = min(len(ids), scorer.context), len(self.windows)
+        self.longest = min(len(ids), scorer.context)
+        self.n_sequences = len(self.windows)
 
     def result(self, scorer: Scorer) -> Result:
         scores = scorer.score([w.tokens for w in self.windows])

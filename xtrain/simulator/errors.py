@@ -244,13 +244,16 @@ def element(site, index) -> str:
 def race(space, then, did, second, does, site, index, kind="race") -> RaceError:
     """then: (mark, site) of the access whose thread `did` ("wrote") what thread `second` now `does`
     ("read")."""
-    (mark, old_site), name = then, element(site, index)
+    mark, old_site = then
+    name = element(site, index)
     first = mark.thread
     it = "it"
     if old_site.what != site.what:  # a view, or two arguments that share memory
-        name, it = old_site.what, f"{name}, the same memory as {old_site.what},"
+        it = f"{name}, the same memory as {old_site.what},"
+        name = old_site.what
     place = where(second, site)
-    a, b = f"{first}", f"{second}"
+    a = f"{first}"
+    b = f"{second}"
     if first.block is not second.block:
         place = f"between blocks {place.rpartition(', block')[0]}"
         a, b = (f"block {t.block.position} {t}" for t in (first, second))

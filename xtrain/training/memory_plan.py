@@ -224,7 +224,8 @@ class Meter:
         self.live += size
         scope = self.scopes[-1]
         if self.live > self.peak:
-            self.peak, self.kinds = self.live, dict(self.now)
+            self.peak = self.live
+            self.kinds = dict(self.now)
             self.op = " ".join(filter(None, scope))
         if self.timeline is not None:
             self.timeline.append((scope, dict(self.now)))
@@ -283,7 +284,8 @@ class MetaArray:
         self.ndim = len(shape)
         self.size = math.prod(shape)
         self.itemsize = self.dtype.itemsize
-        self.nbytes, dense = self.size * self.itemsize, _dense(shape, self.itemsize)
+        self.nbytes = self.size * self.itemsize
+        dense = _dense(shape, self.itemsize)
         self.strides = dense if strides is None else strides
         apart = [s for s, n in zip(self.strides, shape) if n > 1]
         contiguous = not self.size or apart == [s for s, n in zip(dense, shape) if n > 1]
