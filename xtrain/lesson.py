@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
 
 @command("xtrain.lesson")
 def main(arguments: list[str] | None = None) -> int:
-    """-> 0: all exercises pass; 1: some do not pass yet; 2: bad input."""
+    """Run the command line. Return 0: all exercises pass; 1: some do not yet; 2: bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m xtrain.lesson",
         description=__doc__,

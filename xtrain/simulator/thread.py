@@ -341,10 +341,12 @@ def _state_of(frame):
     identity."""
     values = []
     for name, x in frame.f_locals.items():
-        same = isinstance(x, (np.generic, int, float))
-        values.append(
-            (name, type(x), x.tobytes() if isinstance(x, np.generic) else x if same else id(x))
-        )
+        value: Any = id(x)
+        if isinstance(x, np.generic):
+            value = x.tobytes()
+        elif isinstance(x, (int, float)):
+            value = x
+        values.append((name, type(x), value))
     return values
 
 
