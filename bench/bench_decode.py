@@ -251,8 +251,7 @@ def bench(
     weights, kv = step_bytes(model, B, T, o.new, kv_cache)
     bound = (weights + kv) / bandwidth * 1e3
     print(
-        f"{size}, weights {kind}, cache {kv_cache}, "
-        f"B={B} context={T}: {B / ms * 1e3:,.0f} tok/s, "
+        f"{size}, weights {kind}, cache {kv_cache}, B={B} context={T}: {B / ms * 1e3:,.0f} tok/s, "
         f"{bound / ms:.1%} of the bound ({bound:.3f} ms); step {ms:.3f} ms, of "
         f"which GPU {gpu:.3f} ({bound / gpu:.1%}); first token {first * 1e3:.1f} ms; "
         f"cache {engine.cache_bytes / 1e9:.2f} GB",

@@ -1,7 +1,7 @@
 """Options in the words of other programs, and one sentence for those that do not exist."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Annotated
 
@@ -292,17 +292,57 @@ def test_a_run_of_another_shape_is_resumed_with_it(tmp_path, capsys):
     assert "dim was 32, is 64" in capsys.readouterr().err
 
 
+# ----------------------------------------------------------------------------- resuming
+TRAINING = (TrainConfig, FinetuneConfig, PreferConfig, ReinforceConfig)
+# what a run writes, where and when, how it ends, and what must not change a bit
+OF_THE_PROCESS = """
+name out log debug keep best patience resume allow_change stop_at time_limit max_skips spike_z show
+eval_every eval_batches eval_tasks eval_tasks_every eval_items sample_every sample_prompt
+sample_tokens save_every rollouts_every recompute graph rollout_batch zero dp bucket_mb transport
+check_ranks watchdog reward_timeout reward_errors"""
+# what decides data, tokenizer, model, reference, teacher or threads: the checkpoint records those
+RECORDED = """
+data text_key strict_data verify_data vocab_size tokenizer val_data val_share mix bad_records
+too_long train_answers pack epochs chat_template chat_template_kwargs device blas_threads
+init preset depth dim layers heads kv_heads head_dim hidden_dim qk_norm tie_embeddings
+experts experts_per_token expert_hidden_dim expert_bias draft_heads teacher reference
+lora lora_alpha lora_targets lora_rank_pattern lora_alpha_pattern lora_rslora lora_dora lora_bias
+lora_modules_to_save lora_init"""
+NOT_COMPARED = {*OF_THE_PROCESS.split(), *RECORDED.split()}
+
+
+@pytest.mark.parametrize("kind", TRAINING)
+def test_an_option_decides_the_numbers_or_is_known_not_to(kind):
+    undecided = {field.name for field in fields(kind)} - {*kind().resume_keys()} - NOT_COMPARED
+    assert not undecided, (
+        f"{undecided}: if it decides the numbers of a run, add it to RESUME_KEYS "
+        "(xtrain/run_options.py) or the command's resume_keys, else to a list above"
+    )
+
+
+def test_options_that_are_not_compared_exist():
+    assert {field.name for kind in TRAINING for field in fields(kind)} >= NOT_COMPARED
+
+
 # ----------------------------------------------------------------------------- --help
+LONGEST_GROUP = 16  # options
+
+
 def test_help_has_groups_with_every_option_once():
     for kind in KINDS:
         groups = grouped(options_of(kind))
         names = [name for group in groups.values() for name in group]
         assert sorted(names) == sorted(options_of(kind))
         if len(names) > GROUPED:
-            assert groups["options"] == [] and max(map(len, groups.values())) <= 16
+            ungrouped = groups.pop("options")
+            assert not ungrouped, f"{ungrouped}: add it to GROUPS in xtrain/option_help.py"
+            long = [title for title, group in groups.items() if len(group) > LONGEST_GROUP]
+            assert not long, f"{long}: divide it, a reader finds nothing among so many"
     text = help_text(TrainConfig, "train", "What it does.")
     assert (
-        text.index("the optimizer:") < text.index("  --lr FLOAT  ") < text.index("--weight-decay")
+        text.index("the learning rate:")
+        < text.index("  --lr FLOAT  ")
+        < text.index("--weight-decay")
     )
     assert "seed of initialisation, batches and samples (default: 0)\n" in text
 

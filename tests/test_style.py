@@ -12,7 +12,7 @@ FUNCTION = 80  # code lines: no blank lines, comments or docstrings
 MODULE = 600  # lines
 LINE = 120  # characters
 METHODS = 20  # of Engine
-TUPLES = 4  # `a, b = x, y` per 100 assignments
+TUPLES = 2  # `a, b = x, y` per 100 assignments
 CONDITIONS = 12  # `x if c else y` per 1,000 lines
 
 
@@ -75,6 +75,9 @@ def violations(package: Path) -> list[str]:
                     wrong.append(f"{file}:{node.lineno} {code}: one line for each value")
             elif isinstance(node, ast.IfExp):
                 conditions += 1
+                nested = any(isinstance(x, ast.IfExp) for x in ast.walk(node) if x is not node)
+                if nested and not file.startswith("kernels/"):
+                    wrong.append(f"{file}:{node.lineno} condition in a condition: use `if`")
             elif isinstance(node, ast.FunctionDef):
                 a = node.args
                 arguments = len([*a.posonlyargs, *a.args, *a.kwonlyargs])
@@ -82,6 +85,10 @@ def violations(package: Path) -> list[str]:
                     advice = "pass named tuples or a dataclass of what belongs together"
                     wrong.append(
                         f"{file}:{node.lineno} {node.name} has {arguments} arguments: {advice}"
+                    )
+                if (ast.get_docstring(node) or "").startswith("->"):
+                    wrong.append(
+                        f"{file}:{node.lineno} docstring of {node.name}: begin with a verb"
                     )
                 length = code_lines(node, lines)
                 if length > FUNCTION and not file.startswith("kernels/"):
@@ -112,9 +119,11 @@ WIDE = "x = '" + "y" * 120 + "'"
 PLANTED = {  # code of a module, and words of the answer (None: nothing is wrong)
     "arguments": ("def f(" + ",\n".join(f"a{i}" for i in range(30)) + "): ...", "m.py:1 f has 30 arguments"),
     "tuple": ("a, b = 1, 2\nc = 3", "1 of 2 assignments"),
-    "three values": ("a, b, c = 1, f(), {}" + "\nd = 1" * 30, "m.py:1 a, b, c = 1, f(), {}: one line"),
-    "fields": ("a, b, c = x.a, x.b, x.c" + "\nd = 1" * 30, None),
-    "rotation": ("a, b, c = b, c, d" + "\nd = 1" * 30, None),
+    "three values": ("a, b, c = 1, f(), {}" + "\nd = 1" * 60, "m.py:1 a, b, c = 1, f(), {}: one line"),
+    "fields": ("a, b, c = x.a, x.b, x.c" + "\nd = 1" * 60, None),
+    "rotation": ("a, b, c = b, c, d" + "\nd = 1" * 60, None),
+    "conditions": ("a = 1 if b else 2 if c else 3" + "\nd = 1" * 200, "m.py:1 condition in a"),
+    "docstring": ('def f():\n    """-> 1"""\n', "m.py:1 docstring of f: begin with a verb"),
     "condition": ("a = 1 if b else 2", "1 conditional expressions in 1 lines"),
     "line": (f"\n{WIDE}", "m.py:2 line of 126 characters"),
     "table": (f"{WIDE}  # fmt: skip\n# fmt: off\n{WIDE}\n# fmt: on", None),

@@ -30,17 +30,9 @@ if _TYPE_CHECKING:
 
 __version__ = _version.VERSION
 __all__ = [
-    "AdamW",
-    "Engine",
-    "ModelConfig",
-    "Tensor",
-    "TrainConfig",
-    "Transformer",
-    "UserError",
-    "batch_invariant",
-    "functional",
-    "no_grad",
-]
+    "AdamW", "Engine", "ModelConfig", "Tensor", "TrainConfig", "Transformer", "UserError",
+    "batch_invariant", "functional", "no_grad",
+]  # fmt: skip
 _HOMES = {  # the module of each name
     "AdamW": "xtrain.nn.optim",
     "Engine": "xtrain.serving.engine",

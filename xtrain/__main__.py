@@ -48,14 +48,14 @@ complete -o default -F _xtrain xtrain
 
 
 def summary(module: str) -> str:
-    """The first line of a command's docstring. The module is not imported."""
+    """Return the first line of a command's docstring. The module is not imported."""
     path = Path(__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return re.split(":?   ", text.split("\n")[0])[0]
 
 
 def overview() -> str:
-    """One line per command: its name and the first line of its docstring."""
+    """Return one line per command: its name and the first line of its docstring."""
     lines = [f"xtrain {name:13} {summary(module)}" for name, module in COMMANDS.items()]
     lines.append("xtrain completion    a script that completes these commands in bash or zsh")
     lines.append("xtrain --version     the version")
@@ -64,7 +64,7 @@ def overview() -> str:
 
 
 def options(module: str) -> list[str]:
-    """The long options of a command: those that begin a line of its --help."""
+    """Return the long options of a command: those that begin a line of its --help."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
         importlib.import_module(module).main(["--help"])
@@ -73,7 +73,7 @@ def options(module: str) -> list[str]:
 
 
 def completion(shell: str) -> str:
-    """A script for bash or zsh. Raises UserError for any other shell."""
+    """Return a script for bash or zsh. Raises UserError for any other shell."""
     if shell not in ("bash", "zsh"):
         raise UserError(f"no completion for {shell or 'no shell'}: choose bash or zsh")
     cases = {name: " ".join(options(module)) for name, module in COMMANDS.items()}
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def entry() -> int:
-    """The console script `xtrain`."""
+    """Return the console script `xtrain`."""
     return command_line(main)
 
 

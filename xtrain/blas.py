@@ -36,7 +36,8 @@ def cores() -> int:
 
 
 def threads() -> int | None:
-    """The number of threads in use; None if threadpoolctl does not know NumPy's BLAS library."""
+    """Return the number of threads in use; None if threadpoolctl does not know NumPy's BLAS
+    library."""
     libraries = [library for library in threadpool_info() if library["user_api"] == "blas"]
     return max((library["num_threads"] for library in libraries), default=None)
 
@@ -49,13 +50,13 @@ def use_threads(number: int | None) -> contextlib.AbstractContextManager:
 
 
 def in_environment() -> bool:
-    """Does an environment variable set the number?"""
+    """Return True if an environment variable sets the number."""
     return bool(VARIABLES & os.environ.keys())
 
 
 def choose_threads(asked: int | None, rows: int, width: int, hidden: int, most: int) -> int | None:
-    """`asked` if it is given, else what the environment says, else fastest_threads. None: the
-    number cannot be set.
+    """Return `asked` if it is given, else what the environment says, else fastest_threads. None:
+    the number cannot be set.
 
     Raises UserError if `asked` is more than the cores, or if this BLAS cannot set the number.
     """
@@ -79,8 +80,8 @@ def choose_threads(asked: int | None, rows: int, width: int, hidden: int, most: 
 def fastest_threads(
     rows: int, width: int, hidden: int, most: int, in_use: int | None = None
 ) -> int:
-    """The number of threads, of 1, 2, 4, ..., most, with which products of a training step are
-    fastest now.
+    """Return the number of threads, of 1, 2, 4, ..., most, with which products of a training step
+    are fastest now.
 
     rows: tokens in a forward pass.
     in_use: the number that stays unless another is SLOWER times as fast.

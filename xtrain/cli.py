@@ -80,14 +80,14 @@ class Output:
         return getattr(sys.stdout, name)  # looked up each time: sys.stdout may be redirected
 
     def write(self, text: str) -> int:
-        """Like io.TextIOBase.write, but never raises."""
+        """Write as io.TextIOBase.write does, but never raise."""
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         encodable = text.encode(encoding, "replace").decode(encoding)  # ? for other characters
         self._try(lambda: sys.stdout.write(encodable))
         return len(text)
 
     def flush(self) -> None:
-        """Like io.TextIOBase.flush, but never raises."""
+        """Flush as io.TextIOBase.flush does, but never raise."""
         self._try(lambda: sys.stdout.flush())
 
     def _try(self, call: Callable[[], Any]) -> None:

@@ -17,7 +17,7 @@ from .options import parse
 
 @command("xtrain.compare")
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. -> exit code."""
+    """Run the command line. Return the exit code."""
     prog = "python -m xtrain.compare"
     config = parse(CompareConfig, prog, __doc__, arguments)
     if run(config, PrintableConsole(highlight=False)):

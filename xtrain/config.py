@@ -54,23 +54,10 @@ FAMILIES = {
 }
 # Fields of ModelConfig on which the shapes of tensors depend.
 SHAPES = (
-    "vocab_size",
-    "dim",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "head_dim",
-    "hidden_dim",
-    "qk_norm",
-    "joint_qk_norm",
-    "qkv_bias",
-    "tie_embeddings",
-    "sandwich_norms",
-    "n_experts",
-    "expert_hidden_dim",
-    "dense_layers",
-    "expert_bias",
-)
+    "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "qk_norm",
+    "joint_qk_norm", "qkv_bias", "tie_embeddings", "sandwich_norms", "n_experts",
+    "expert_hidden_dim", "dense_layers", "expert_bias",
+)  # fmt: skip
 # Larger sizes are damage or a mistake: they would fill the memory before they are found to be wrong.
 MOST = {
     "vocab_size": 1 << 22,
@@ -178,14 +165,7 @@ class ModelConfig:
             value = getattr(self, name)
             ok = type(value) in (int, float) and 0 <= value < LARGEST
             need(ok, f"{name} must be a positive number, or 0, got {value!r}")
-        flags = ("qk_norm", "qkv_bias", "tie_embeddings", "sandwich_norms", "gelu")
-        for name in (
-            *flags,
-            "scaled_embedding",
-            "joint_qk_norm",
-            "renormalized_experts",
-            "expert_bias",
-        ):
+        for name in (field.name for field in fields(self) if field.type is bool):
             value = getattr(self, name)
             need(isinstance(value, bool), f"{name} must be true or false, got {value!r}")
         for name in ("no_rope_layers", "full_attention_layers", "dense_layers"):
@@ -236,8 +216,8 @@ class ModelConfig:
         ok = isinstance(value, numbers.Integral) and not isinstance(value, bool) and value > 0
         need(ok, f"{name} must be a positive whole number, got {value!r}")
         object.__setattr__(self, name, int(value))  # also of NumPy
-        most = MOST.get(name, MAX_COUNT)
-        need(value <= most, f"{name} must be at most {most}, got {value}")
+        limit = MOST.get(name, MAX_COUNT)
+        need(value <= limit, f"{name} must be at most {limit}, got {value}")
 
     @property
     def family(self) -> str:
@@ -313,7 +293,7 @@ class ModelConfig:
         return max(self.max_seq_len, int(min(self.rope_scaling["factor"], 2**31) * trained))
 
     def to_dict(self) -> dict[str, Any]:
-        """{field: value}, ready for JSON; the opposite of `from_dict`."""
+        """Return {field: value}, ready for JSON; the opposite of `from_dict`."""
         return asdict(self)
 
     @classmethod
@@ -415,8 +395,7 @@ class TrainConfig(ShapeOptions, ParallelOptions, ExpertOptions, OptimizerOptions
         need(
             not (shape_options and self.init and not self.resume),
             f"{', '.join(map(option_name, shape_options))} cannot be given with --init: the model "
-            "has the "
-            "shape of that folder",
+            "has the shape of that folder",
         )
         need(self.tokenizer != "", "--tokenizer is empty: give a path, or omit the option")
 
@@ -437,13 +416,13 @@ class TrainConfig(ShapeOptions, ParallelOptions, ExpertOptions, OptimizerOptions
         """Return the preset of this name, or that of --depth. Raises UserError."""
         if self.depth is not None:
             shape = family.shape(self.depth)
-            given = self.shape(Preset(shape, {}))
-            model = ModelConfig(vocab_size=self.vocab_size or family.VOCAB_SIZE, **given)
+            fields_of_shape = self.shape(Preset(shape, {}))
+            model = ModelConfig(vocab_size=self.vocab_size or family.VOCAB_SIZE, **fields_of_shape)
             seq_len = self.seq_len or family.SEQ_LEN
             return Preset(shape, family.options(model, seq_len, self.batch, self.steps))
         presets = self.presets()
-        known = ", ".join(presets)
-        need(name in presets, f"--preset {name!r} is not known: choose one of auto, {known}")
+        names = ", ".join(presets)
+        need(name in presets, f"--preset {name!r} is not known: choose one of auto, {names}")
         return presets[name]
 
     def filled(self, gpu: bool) -> "tuple[TrainConfig, dict[str, Any]]":
@@ -545,8 +524,7 @@ def resolve(config: RunOptions, gpu: bool, world: int = 1) -> tuple[ResolvedConf
     need(
         config.resume or not filled.warmup or filled.warmup <= steps - 2,
         f"--warmup {filled.warmup} leaves no steps of --steps {steps} for the decay of the "
-        "learning rate: "
-        f"give at most {max(0, steps - 2)}",
+        f"learning rate: give at most {max(0, steps - 2)}",
     )  # earlier versions accepted it: such a run can be resumed
     need(
         batch % world == 0,

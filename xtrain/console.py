@@ -35,7 +35,7 @@ class PrintableConsole(rich.console.Console):
         self.print(Rule(*title, **options), width=min(self.width, RULE))
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
-        """The segments of anything printable; those in which rich controls the terminal are
+        """Yield the segments of anything printable; those in which rich controls the terminal are
         unchanged."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))

@@ -31,8 +31,8 @@ _replacement: Any = None  # for CuPy: see use_array_module
 
 
 def cupy() -> Any:
-    """The cupy module if it is installed and sees a GPU, else None. Inside use_array_module: that
-    module."""
+    """Return the cupy module if it is installed and sees a GPU, else None. Inside use_array_module:
+    that module."""
     if _replacement is None:
         return _usable_cupy()
     return _replacement
@@ -68,25 +68,26 @@ def _usable_cupy() -> ModuleType | None:
 
 
 def cache_folder() -> Path:
-    """$XTRAIN_CACHE, else xtrain in $XDG_CACHE_HOME, else ~/.cache/xtrain."""
+    """Return $XTRAIN_CACHE, else xtrain in $XDG_CACHE_HOME, else ~/.cache/xtrain."""
     if folder := os.environ.get("XTRAIN_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "xtrain")
 
 
 def gpu_available() -> bool:
-    """Is there a GPU that CuPy can use?"""
+    """Return True if there is a GPU that CuPy can use."""
     return cupy() is not None
 
 
 def has_bf16() -> bool:
-    """Does this GPU support bf16 instructions (compute capability 8.0, Ampere, or higher)? Needs a
-    GPU."""
+    """Return True if this GPU supports bf16 instructions (compute capability 8.0, Ampere, or
+    higher). Needs a GPU."""
     return int(cupy().cuda.Device().compute_capability) >= 80
 
 
 def has_fp8() -> bool:
-    """Does this GPU have fp8 products (compute capability 8.9, Ada, or higher)? Needs a GPU."""
+    """Return True if this GPU has fp8 products (compute capability 8.9, Ada, or higher). Needs a
+    GPU."""
     return int(cupy().cuda.Device().compute_capability) >= 89
 
 
@@ -107,7 +108,7 @@ def resolve_device(device: str) -> str:
 
 
 def array_module(x: Array) -> ModuleType:
-    """The module of the array x: numpy or cupy."""
+    """Return the module of the array x: numpy or cupy."""
     if isinstance(x, np.ndarray):
         return np
     return cupy()
@@ -119,7 +120,8 @@ def is_gpu(x: Array) -> bool:
 
 
 def as_array(x: Any) -> Array:
-    """x if it is an array, else np.asarray(x): NumPy operations turn 0-d arrays into scalars."""
+    """Return x if it is an array, else np.asarray(x): NumPy operations turn 0-d arrays into
+    scalars."""
     if hasattr(x, "strides") and not isinstance(x, np.generic):
         return x
     return np.asarray(x)
@@ -152,7 +154,7 @@ def zeros_on(device: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
 
 
 def to_numpy(x: Array) -> np.ndarray:
-    """The values as a NumPy array. From the GPU this copies, and waits for the GPU."""
+    """Return the values as a NumPy array. From the GPU this copies, and waits for the GPU."""
     if isinstance(x, np.ndarray):
         return x
     return x.get()
@@ -188,7 +190,8 @@ class HostCopies:
         return cupyx.empty_pinned(x.shape, x.dtype)
 
     def event(self) -> Callable[[], None]:
-        """-> a function that waits until all copies so far are complete; any thread may call it."""
+        """Return a function that waits until all copies so far are complete; any thread may call
+        it."""
         if self.from_gpu:
             return cupy().cuda.get_current_stream().record().synchronize
         return lambda: None
@@ -201,7 +204,7 @@ def synchronize(device: str) -> None:
 
 
 def device_name(device: str) -> str:
-    """The card's name, or "CPU (NumPy)"."""
+    """Return the card's name, or "CPU (NumPy)"."""
     if device == "cpu":
         return "CPU (NumPy)"
     properties = cupy().cuda.runtime.getDeviceProperties(cupy().cuda.Device().id)

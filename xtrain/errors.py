@@ -26,14 +26,14 @@ class FunctionError(UserError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Is this an out-of-memory error of Python, NumPy, CuPy, the driver, cuBLAS or NCCL?"""
+    """Return True for an out-of-memory error of Python, NumPy, CuPy, the driver, cuBLAS or NCCL."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
     )
 
 
 def describe_out_of_memory(error: BaseException) -> str:
-    """What was being allocated, and where:
+    """Return what was being allocated, and where:
 
     "out of memory: Unable to allocate 3.0 GiB for an array ... (in swiglu_fwd, kernels/swiglu.py,
     layer 3)"
@@ -56,8 +56,8 @@ def describe_out_of_memory(error: BaseException) -> str:
 
 
 def _layer(variables: dict[str, Any]) -> str:
-    """The current layer, from the local variables of the frame in model.py that loops over the
-    layers."""
+    """Return the current layer, from the local variables of the frame in model.py that loops over
+    the layers."""
     layers = getattr(getattr(variables.get("self"), "layers", None), "index", None)
     with contextlib.suppress(ValueError, TypeError):
         if layers and "layer" in variables:

@@ -95,7 +95,7 @@ def calibration_tokens(path: Path, tokenizer: Tokenizer, context: int) -> np.nda
 
 @command("xtrain.export")
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. -> exit code."""
+    """Run the command line. Return the exit code."""
     options = parse(Options, "python -m xtrain.export", None, arguments)
     outputs = [x for x in (options.gguf, options.merge, options.folder) if x]
     if len(outputs) != 1:

@@ -36,7 +36,7 @@ class DiskFull(UserError):
 
 
 def cannot_write(path: Path, error: OSError, instead: str = "choose another --out") -> UserError:
-    """The UserError for an OSError while writing path; DiskFull if the disk is full.
+    """Return the UserError for an OSError while writing path; DiskFull if the disk is full.
 
     instead: what the user can do, other than to free space.
     """
@@ -57,7 +57,7 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """sync() every file in a folder, then the folder. Raises OSError."""
+    """Call sync() on every file in a folder, then the folder. Raises OSError."""
     for path in sorted(folder.rglob("*")):
         sync(path)
     sync(folder)
@@ -71,7 +71,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """The name of a temporary file to write, which replaces `path` atomically at the end, if
+    """Yield the name of a temporary file to write, which replaces `path` atomically at the end, if
     nothing was raised."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -83,7 +83,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def digest(path: Path) -> str:
-    """BLAKE2b of a file's content, 128 bits, hexadecimal. Raises OSError."""
+    """Return BLAKE2b of a file's content, 128 bits, hexadecimal. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
@@ -123,8 +123,8 @@ def locked(folder: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """As locked, also where flock is not supported. Raises Busy, or OSError if the lock cannot be
-    written.
+    """Lock as `locked` does, also where flock is not supported. Raises Busy, or OSError if the lock
+    cannot be written.
 
     There, a socket excludes the other processes of this machine; the kernel releases it when the
     process ends. LOCK_FILE excludes other machines. A killed process leaves it behind: only its own
@@ -188,7 +188,7 @@ def _remove(folder: Path) -> None:
 def work_folder(
     parent: Path, prefix: str = ".tmp-", discard: Callable[[Path], Any] = _remove
 ) -> Iterator[Path]:
-    """A new folder in `parent`, removed at the end unless the caller has renamed it.
+    """Yield a new folder in `parent`, removed at the end unless the caller has renamed it.
 
     Work folders of killed processes, with the same prefix, are removed first.  discard(folder):
     removes one.
@@ -425,10 +425,10 @@ class Journal:
         with open(self.path, "ab", buffering=0) as file:
             # another program may have truncated or extended it
             self.size = os.fstat(file.fileno()).st_size
-            rest = memoryview(self.pending)
+            unwritten = memoryview(self.pending)
             try:
-                while rest:
-                    rest = rest[file.write(rest) :]
+                while unwritten:
+                    unwritten = unwritten[file.write(unwritten) :]
             except OSError:
                 file.truncate(self.size)  # half a line must not look like a complete one
                 raise

@@ -19,7 +19,7 @@ LONGEST = 160  # characters of one item in a message
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a small JSON file. Raises UserError."""
+    """Return the object in a small JSON file. Raises UserError."""
     with reading(path), open(path, "rb") as file:
         text = file.read(MAX_JSON_BYTES + 1)
     if len(text) > MAX_JSON_BYTES:
@@ -68,7 +68,7 @@ def _whole_number(digits: str) -> int:
 
 
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object in text, read from path. Raises UserError, also for a key that occurs
+    """Return the JSON object in text, read from path. Raises UserError, also for a key that occurs
     twice."""
     check_pointer(text, path)
     try:
@@ -81,8 +81,8 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs as a dict. Raises ValueError for a key that occurs twice: readers would disagree
-    about its value."""
+    """Return the pairs as a dict. Raises ValueError for a key that occurs twice: readers would
+    disagree about its value."""
     content = dict(pairs)
     if len(content) < len(pairs):
         counts = collections.Counter(name for name, _ in pairs)
@@ -101,7 +101,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def is_folder(path: Path) -> bool:
-    """path.is_dir(), after restoring a folder whose export was killed. Raises UserError if
+    """Return path.is_dir(), after restoring a folder whose export was killed. Raises UserError if
     permissions or the length of the name prevent the check."""
     with reading(path):
         if not os.path.lexists(path):

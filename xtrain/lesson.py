@@ -25,7 +25,7 @@ PACKAGE = "lesson_checks"  # the folder's name as a package; "checks" is too com
 
 
 def load_checks(module: str) -> Any:
-    """A module of lessons/checks. Raises UserError in an installed package, which has no
+    """Return a module of lessons/checks. Raises UserError in an installed package, which has no
     lessons."""
     if PACKAGE not in sys.modules:
         if not CHECKS.is_dir():
@@ -44,7 +44,7 @@ def load_checks(module: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """lesson.check, lesson.source, ...: the names in lessons/checks/api.py."""
+    """Return lesson.check, lesson.source, ...: the names in lessons/checks/api.py."""
     if name.startswith("__"):
         raise AttributeError(name)
     return getattr(load_checks("api"), name)
@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
 
 @command("xtrain.lesson")
 def main(arguments: list[str] | None = None) -> int:
-    """-> 0: all exercises pass; 1: some do not pass yet; 2: bad input."""
+    """Run the command line. Return 0: all exercises pass; 1: some do not yet; 2: bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m xtrain.lesson",
         description=__doc__,

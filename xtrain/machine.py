@@ -27,19 +27,19 @@ def free_memory(root: Path = Path("/")) -> int | None:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """{name: number} of the lines "name number" or "name: number kB" of a file."""
+    """Return {name: number} of the lines "name number" or "name: number kB" of a file."""
     lines = re.findall(r"^(\w+):?\s+(\d+)( kB)?$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {name: int(number) * (1024 if unit else 1) for name, number, unit in lines}
 
 
 def _of_machine(root: Path) -> Iterator[int]:
     with contextlib.suppress(OSError, KeyError):
-        found = _numbers(root / "proc/meminfo")
-        yield found["MemAvailable"] + found.get("SwapFree", 0)
+        sizes = _numbers(root / "proc/meminfo")
+        yield sizes["MemAvailable"] + sizes.get("SwapFree", 0)
 
 
 def _of_groups(root: Path) -> Iterator[int]:
-    """What each group around this process leaves: its limit less its use."""
+    """Yield what each group around this process leaves: its limit less its use."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -67,7 +67,7 @@ def _of_groups(root: Path) -> Iterator[int]:
 
 
 def _of_limits(root: Path) -> Iterator[int]:
-    """What the limits of this process (ulimit -v, ulimit -d) leave."""
+    """Yield what the limits of this process (ulimit -v, ulimit -d) leave."""
     with contextlib.suppress(ImportError, OSError, KeyError):
         import resource
 
@@ -94,7 +94,8 @@ def little_address_space() -> str:
 
 
 def shared_memory() -> tuple[int, int] | None:
-    """The size of /dev/shm and what is free of it, in bytes; None if there is no such folder."""
+    """Return the size of /dev/shm and what is free of it, in bytes; None if there is no such
+    folder."""
     with contextlib.suppress(OSError, AttributeError):
         stat = os.statvfs("/dev/shm")
         return stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
@@ -118,7 +119,7 @@ class Launcher:
 
 
 def launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
-    """The launcher that started this process; None if there is none.
+    """Return the launcher that started this process; None if there is none.
 
     A shell of salloc or sbatch is not started by srun, although SLURM_NTASKS is set in it.
     """
@@ -153,5 +154,5 @@ def launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
 
 
 def first_on_machine(environment: Mapping[str, str] = os.environ) -> bool:
-    """Is this the first of the processes that a launcher started on this machine?"""
+    """Return True in the first of the processes that a launcher started on this machine."""
     return all(environment.get(name, "0") == "0" for name in LOCAL_RANK)

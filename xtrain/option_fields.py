@@ -82,8 +82,8 @@ class Option:
 def options_of(kind: type) -> dict[str, Option]:
     """Return the options of a dataclass, by their names."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    found = (_option(field, hints[field.name]) for field in dataclasses.fields(kind))
-    return {option.name: option for option in found}
+    options = (_option(field, hints[field.name]) for field in dataclasses.fields(kind))
+    return {option.name: option for option in options}
 
 
 def _option(field: dataclasses.Field, hint: Any) -> Option:

@@ -38,16 +38,16 @@ def read_options(
         if is_whole_share(content["train"], content):
             left_out.add("micro_batch")
         content = {name: x for name, x in content["train"].items() if name not in left_out}
-    given = {}
+    values = {}
     for key, value in content.items():
         try:
             name = known_name(key)
             if name not in options:
                 raise UserError(f"{one_line(key)}: write {name.removeprefix('no-')} = false")
-            given[options[name].field] = _value(options[name], value)
+            values[options[name].field] = _value(options[name], value)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
-    return given
+    return values
 
 
 def is_whole_share(options: dict[str, Any], record: dict[str, Any]) -> bool:

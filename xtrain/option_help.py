@@ -30,8 +30,8 @@ GROUPS = {
     "distillation": "teacher teacher-weight teacher-top-k teacher-kl",
     "preferences": "loss beta label-smoothing target-margin desirable-weight undesirable-weight",
     "how long": "steps epochs batch micro-batch seq-len stop-at time-limit",
-    "the optimizer": "lr warmup schedule min-lr-ratio decay-fraction decay-shape optimizer weight-decay clip beta1 "
-    "beta2 eps ema max-skips spike-z seed",
+    "the learning rate": "lr warmup schedule min-lr-ratio decay-fraction decay-shape",
+    "the optimizer": "optimizer weight-decay clip beta1 beta2 eps ema max-skips spike-z seed",
     "experts": "experts experts-per-token expert-hidden-dim balance-loss router-z-loss expert-bias expert-bias-rate",
     "validation and samples": "eval-every eval-batches eval-tasks eval-tasks-every eval-items sample-every "
     "sample-prompt sample-tokens",

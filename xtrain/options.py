@@ -59,18 +59,18 @@ def parse(
         print_text(help_text(kind, prog, description))
         raise SystemExit(0)
     hints = getattr(kind, "HINTS", {})
-    given = read_arguments(options | {CONFIG.name: CONFIG}, words, hints)
-    if file := given.pop(CONFIG.field, None):
+    values = read_arguments(options | {CONFIG.name: CONFIG}, words, hints)
+    if file := values.pop(CONFIG.field, None):
         in_file = lambda name: known_name(name, options, hints)
-        given = read_options(file, options, hints, in_file) | given
+        values = read_options(file, options, hints, in_file) | values
     if default is not None:
-        return dataclasses.replace(default, **given)  # type: ignore[type-var]
+        return dataclasses.replace(default, **values)  # type: ignore[type-var]
     for option in options.values():
-        if option.default is dataclasses.MISSING and option.field not in given:
+        if option.default is dataclasses.MISSING and option.field not in values:
             what = texts_of(kind)[option.field]
             raise UserError(f"{option.shown} is missing: give it ({what})")
     lists = {o.field: o.default for o in options.values() if o.positional and o.values == "all"}
-    return kind(**lists | given)
+    return kind(**lists | values)
 
 
 def read_arguments(
@@ -80,13 +80,13 @@ def read_arguments(
 
     hints: what to do about options that do not exist, in addition to HINTS. Raises UserError.
     """
-    given: dict[str, Any] = {}
+    by_field: dict[str, Any] = {}
     positional: list[str] = []
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
         if argument == "--":  # what follows are no options
-            positional += rest
+            positional += remaining
             break
         match = NAME.fullmatch(argument)
         if match is None:
@@ -99,53 +99,55 @@ def read_arguments(
                 raise UserError(
                     f"--{name} takes no value: give --{option.name} or --no-{option.name}"
                 )
-            given[option.field] = name == option.name
+            by_field[option.field] = name == option.name
             continue
-        texts = _texts(option, match[3], rest)
+        texts = _texts(option, match[3], remaining)
         values = [option.read(text) for text in texts]
         if option.values == "repeated":
-            given[option.field] = [*given.get(option.field, []), *values]
+            by_field[option.field] = [*by_field.get(option.field, []), *values]
         elif option.values == "all":
-            if option.field in given:
+            if option.field in by_field:
                 raise UserError(f"--{name} is given twice: give all values after the first one")
-            given[option.field] = tuple(values)
+            by_field[option.field] = tuple(values)
         else:
-            given[option.field] = values[0]
-    return given | _positional(options, positional)
+            by_field[option.field] = values[0]
+    return by_field | _positional(options, positional)
 
 
-def _texts(option: Option, after_name: str | None, rest: list[str]) -> list[str]:
+def _texts(option: Option, after_name: str | None, remaining: list[str]) -> list[str]:
     """Return the arguments that are values of an option, and remove them from `rest`."""
     if after_name is not None:
         return [after_name[1:]]
     n = 0
-    while n < len(rest) and rest[n] != "--" and not NAME.fullmatch(rest[n]):
+    while n < len(remaining) and remaining[n] != "--" and not NAME.fullmatch(remaining[n]):
         n += 1
     if option.values != "all":
         n = min(n, 1)
     if n == 0 and (option.values != "all" or option.name in PATHS):
         how = "give one, or omit the option"
-        if rest and re.match("-[^-]", rest[0]):
-            how = f"if it is to be {one_line(rest[0])}, write --{option.name}={one_line(rest[0])}"
+        if remaining and re.match("-[^-]", remaining[0]):
+            how = f"if it is to be {one_line(remaining[0])}, write --{option.name}={one_line(remaining[0])}"
         raise UserError(f"--{option.name} has no value: {how}")
-    texts = rest[:n]
-    del rest[:n]
+    texts = remaining[:n]
+    del remaining[:n]
     return texts
 
 
 def _positional(options: dict[str, Option], texts: list[str]) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    left = list(texts)
+    values: dict[str, Any] = {}
+    remaining = list(texts)
     for option in options.values():
-        if option.positional and left:
+        if option.positional and remaining:
             if option.values == "all":
-                given[option.field] = tuple(option.read(text) for text in left)
-                left = []
+                values[option.field] = tuple(option.read(text) for text in remaining)
+                remaining = []
             else:
-                given[option.field] = option.read(left.pop(0))
-    if left:
-        raise UserError(f"{one_line(left[0])!r} belongs to no option: remove it, --help lists all")
-    return given
+                values[option.field] = option.read(remaining.pop(0))
+    if remaining:
+        raise UserError(
+            f"{one_line(remaining[0])!r} belongs to no option: remove it, --help lists all"
+        )
+    return values
 
 
 def _before_end(words: list[str]) -> list[str]:
@@ -164,19 +166,19 @@ def known_name(
     hints: what to do about options that do not exist, in addition to HINTS.
     """
     name = name.replace("_", "-")
-    known = [option.name for option in options.values() if not option.positional]
-    known += [f"no-{option.name}" for option in options.values() if option.values == "flag"]
+    names = [option.name for option in options.values() if not option.positional]
+    names += [f"no-{option.name}" for option in options.values() if option.values == "flag"]
     pairs = [(word, ours) for ours, words in OTHER_NAMES.items() for word in words.split()]
-    others = {word: ours for word, ours in pairs if ours in known}
+    others = {word: ours for word, ours in pairs if ours in names}
     lower = name.lower()
     if dashes == "--":
         for candidate in (name, lower, others.get(lower)):
-            if candidate in known:
+            if candidate in names:
                 return candidate
     hint = {**HINTS, **hints}.get(dict(pairs).get(lower, lower))
     if hint is None:
         hint = "--help lists all"
-        near = difflib.get_close_matches(lower, [*known, *others], 1, 0.6)
+        near = difflib.get_close_matches(lower, [*names, *others], 1, 0.6)
         if near:
             hint = f"did you mean --{others.get(near[0], near[0])}?"
     raise UserError(f"there is no option {dashes}{one_line(name)}: {hint}")
@@ -216,8 +218,8 @@ def find_object(option: str, name: str, example: str, form: str = "MODULE:NAME")
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """MODULE:FUNCTION, with which find_function finds the function in another process; "" if it
-    does not."""
+    """Return MODULE:FUNCTION, with which find_function finds the function in another process; "" if
+    it does not."""
     module = getattr(function, "__module__", "")
     name = getattr(function, "__qualname__", "")
     is_found = module != "__main__" and getattr(sys.modules.get(module), name, None) is function

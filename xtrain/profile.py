@@ -25,7 +25,7 @@ from .options import parse
 
 @command("xtrain.profile", less_memory=LESS_MEMORY)
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. -> exit code."""
+    """Run the command line. Return the exit code."""
     profile(parse(Options, "python -m xtrain.profile", __doc__, arguments))
     return 0
 

@@ -59,7 +59,7 @@ def need_text(name: str, value: str | None) -> None:
 
 
 def _is_inside(name: str) -> bool:
-    """Is the path relative and below the folder that it is relative to?"""
+    """Return True if the path is relative and below the folder that it is relative to."""
     path = Path(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 

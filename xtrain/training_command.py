@@ -39,10 +39,10 @@ def training_command(
         return 0
 
     if arguments is None:
-        given = sys.argv[1:]
+        words = sys.argv[1:]
     else:
-        given = arguments
-    if {"-h", "--help"} & set(given):  # without MPI, which may not be able to start here
+        words = arguments
+    if {"-h", "--help"} & set(words):  # without MPI, which may not be able to start here
         return run_alone() if first_on_machine() else 0
     started_by = launcher()
     if started_by is None or started_by.is_one_process:

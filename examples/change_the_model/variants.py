@@ -111,12 +111,10 @@ def loss_with_z(model, ids, targets, weight=1e-4):
 
 # [start:attention]
 class NoPE(Attention):
-    """Attention without positions: RoPE by angles of 0. (One without QK-norm: Attention(replace(config, qk_norm=False)).)"""
+    """Attention without positions, as Attention(config, rotary=False)."""
 
     def attend(self, sequences, qkv):
-        cos, sin = sequences.cos_PR, sequences.sin_PR
-        cos, sin = array_module(cos).ones_like(cos), array_module(sin).zeros_like(sin)
-        return super().attend(replace(sequences, cos_PR=cos, sin_PR=sin), qkv)
+        return super().attend(sequences.unrotated(), qkv)
 
 
 class ParallelBlock(Block):

@@ -28,7 +28,7 @@ def test_every_op_against_finite_differences(op):
 
 def test_no_op_is_forgotten():
     fused = {"residual_rmsnorm", "add_norm_linear", "swiglu_linear", "geglu_linear"}  # deferred.py
-    different = (public_ops().keys() | fused) ^ (CASES.keys() - {"transformer", "dora_linear"})
+    different = (public_ops().keys() | fused) ^ (CASES.keys() - {"transformer"})
     assert not different, f"{different}: add it to CASES in xtrain/inspect/gradcheck.py"
 
 

@@ -175,6 +175,18 @@ KINDS = {
 }
 
 
+def check_gates(models, most_mean, most_p99):
+    ids, targets = batch(0)
+    losses = [model.loss(ids, targets) for model in models]
+    for loss in losses:
+        loss.backward()
+    assert abs(losses[0].item() - losses[1].item()) < 2e-4
+    mean, p99, _ = logits_apart(*models, ids[:2])
+    assert mean < most_mean and p99 < most_p99, (mean, p99)
+    grads = [model.arena.grads for model in models]
+    assert norm(grads[0] - grads[1]) < 1.2e-2 * norm(grads[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_gates(kind):
@@ -182,30 +194,13 @@ def test_gates(kind):
     models = pair(**KINDS[kind])
     for model in models:
         round_matrices(model)
-    ids, targets = batch(0)
-    losses = [model.loss(ids, targets) for model in models]
-    for loss in losses:
-        loss.backward()
-    assert abs(losses[0].item() - losses[1].item()) < 2e-4
-    mean, p99, _ = logits_apart(*models, ids[:2])
-    assert mean < 2e-3 and p99 < 8e-3, (mean, p99)
-    grads = [model.arena.grads for model in models]
-    assert norm(grads[0] - grads[1]) < 1.2e-2 * norm(grads[0])
+    check_gates(models, 2e-3, 8e-3)
 
 
 @pytest.mark.gpu
 def test_gates_with_the_rounding_of_the_weights():
-    """Weights of 24 bits beside their copies of 8. Rounding them alone, and nothing that is computed, moves logits by 1.7e-3."""
-    models = pair()
-    ids, targets = batch(0)
-    losses = [model.loss(ids, targets) for model in models]
-    for loss in losses:
-        loss.backward()
-    assert abs(losses[0].item() - losses[1].item()) < 2e-4
-    mean, p99, _ = logits_apart(*models, ids[:2])
-    assert mean < 2.6e-3 and p99 < 8.5e-3, (mean, p99)
-    grads = [model.arena.grads for model in models]
-    assert norm(grads[0] - grads[1]) < 1.2e-2 * norm(grads[0])
+    """Weights of 24 bits, copies of 8. Rounding them alone, and nothing that is computed, moves logits by 1.7e-3."""
+    check_gates(pair(), 2.6e-3, 8.5e-3)
 
 
 @pytest.mark.gpu

@@ -49,7 +49,8 @@ def test_commands_share_types_and_texts(command):
 
 def test_the_arguments_that_a_command_passes_on():
     options = ChatOptions(model="folder", max_seq_len=30, kv_cache="fp8")
-    expected = dict(max_seq_len=30, weights="full", kv_cache="fp8", speculate=0)
+    expected = {field.name: field.default for field in fields(SharedOptions)}
+    expected |= dict(max_seq_len=30, kv_cache="fp8")
     assert engine_arguments(options) == expected
 
 

@@ -77,7 +77,7 @@ GOOD = [
     "o[0] = n in [1, 2]",
     "o[...] = 1",
     "if (m := n) < 9: o[0] = m",
-    "o[0] = x[None, :][0, 1] + x[:, None][1, 0] + x[np.newaxis][0, 2] + x[..., None][3, 0]",
+    "o[0] = x[None, :][0, 1] + x[:, None][1, 0] + x[np.newaxis, :][0, 2] + x[..., None][3, 0]",
     "x[None, 1:3][0, 0] = 5| o[0] = math.hypot(x[1], x[0])",
     "o[1:3] = x[0]",
     "match n:|     case 1 |-1: o[0] = 1|     case 3 if x[0] > 5: o[0] = 2|     case k: o[0] = k",

@@ -275,8 +275,7 @@ class ChatTemplate:
         if "limit" in reply:
             raise UserError(
                 f"the model's chat template needs more than {LIMITS[reply['limit']]}, so it was "
-                "stopped: "
-                "use a copy of the model with another template"
+                "stopped: use a copy of the model with another template"
             )
         return reply
 

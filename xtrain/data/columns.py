@@ -105,8 +105,7 @@ def _check_column(pyarrow: Any, path: Path, schema: Any, key: str) -> None:
     if not _is_text_type(pyarrow, columns[0]):
         raise BadFile(
             f"{path}: the column {key} has the type {columns[0]}, which is not text: convert it to "
-            "strings, or choose another "
-            "with --text-key"
+            "strings, or choose another with --text-key"
         )
 
 

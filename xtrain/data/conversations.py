@@ -139,8 +139,8 @@ class Conversation:
         for i in self.trained:
             message = self.messages[i]
             reasoning = next((message[name] for name in REASONING if name in message), "")
-            before, found, _ = message.get("content", "").partition("</think>")
-            if found:
+            before, mark, _ = message.get("content", "").partition("</think>")
+            if mark:
                 reasoning = before.removeprefix("<think>")
             lost += str(reasoning).strip() not in text
         return lost
@@ -268,7 +268,7 @@ class Conversation:
                 function["name"] = mark
         if names:
             text = template.render(messages, False, self.tools, self.values)
-            yield from (found for mark, found in names.items() if mark not in text)
+            yield from (call for mark, call in names.items() if mark not in text)
 
     def _check(self, rendered: Rendered, template: ChatTemplate) -> None:
         """Raise UserError if the text lacks a call that is trained, or if an answer has a tool's

@@ -155,8 +155,7 @@ def _of_tokens(
     if tokenizer is None:
         raise UserError(
             f"{sources[0].path} holds tokens, not text: give the tokenizer that made them with "
-            "--tokenizer FOLDER (it holds "
-            "tokenizer.json)"
+            "--tokenizer FOLDER (it holds tokenizer.json)"
         )
     tell = lambda fraction: progress(fraction, "checking the tokens")
     tokens = TokenFiles(sources, tokenizer, cache, tell, verify)

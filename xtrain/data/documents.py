@@ -122,7 +122,7 @@ def _told(
 
 
 def _separate(parts: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
-    """Also end documents at END_OF_TEXT, and leave out empty ones.
+    """End documents at END_OF_TEXT, too, and leave out empty ones.
 
     The last part of a document may be empty.
     """
@@ -173,7 +173,7 @@ class Survey:
         return bool(self.validation_hashes())
 
     def validation_hashes(self) -> set[bytes]:
-        """The hashes of the validation documents; empty unless by_document."""
+        """Return the hashes of the validation documents; empty unless by_document."""
         drawn: set[bytes] = set()
         size = 0
         for digest in sorted(self.first):

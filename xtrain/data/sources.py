@@ -50,8 +50,8 @@ class Source(NamedTuple):
     is_named: bool
 
     def read(self, key: str) -> Iterator[tuple[str, bool]]:
-        """Its text, part by part; is it the last part of a document? key: of the field or column.
-        Raises BadFile."""
+        """Yield (part of the text, is it the last part of a document?). key: of the field or
+        column. Raises BadFile."""
         if not os.path.isfile(self.path):
             what = "does not exist"
             if os.path.exists(self.path):
@@ -243,8 +243,7 @@ def from_standard_input(
     except OSError as error:
         raise UserError(
             f"standard input cannot be copied to {cache} ({error.strerror or error}): make room, "
-            "or set XTRAIN_CACHE to another "
-            "folder"
+            "or set XTRAIN_CACHE to another folder"
         ) from None
     return tuple(copy if path == STANDARD_INPUT else path for path in data)
 

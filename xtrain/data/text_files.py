@@ -160,7 +160,7 @@ def holds_json_lines(path: Path, key: str) -> bool:
 
 
 def _at_line(file: BinaryIO, raw: bytes, packed: bool) -> BinaryIO:
-    """A file that can seek and stands at a line, of which `raw` has been read."""
+    """Return a file that can seek and stands at a line, of which `raw` has been read."""
     if not packed:
         file.seek(-len(raw), os.SEEK_CUR)
         return file
@@ -171,8 +171,7 @@ def _at_line(file: BinaryIO, raw: bytes, packed: bool) -> BinaryIO:
         except OSError as error:
             raise UserError(
                 f"a temporary file cannot be written in {tempfile.gettempdir()} "
-                f"({error.strerror}): make room, or set TMPDIR to "
-                "another folder"
+                f"({error.strerror}): make room, or set TMPDIR to another folder"
             ) from None
         if raw.endswith(b"\n"):
             raw = b""

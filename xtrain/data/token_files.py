@@ -187,8 +187,7 @@ class TokenFiles:
                 if (largest := int(tokens.max())) >= V:
                     raise BadFile(
                         f"{span.path} has the id {largest}, the tokenizer has {V} tokens: give the "
-                        "tokenizer that made the file with "
-                        "--tokenizer"
+                        "tokenizer that made the file with --tokenizer"
                     )
                 digest.update(raw)
                 counts_V += np.bincount(tokens, minlength=V)

@@ -52,7 +52,7 @@ def read_hellaswag(r: Record) -> Item:
 
 
 def _without_brackets(text: str) -> str:
-    """WikiHow's markup, such as [title], removed as lm-eval does it."""
+    """Remove WikiHow's markup, such as [title], as lm-eval does it."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 

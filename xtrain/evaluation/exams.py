@@ -58,7 +58,8 @@ class TextExam(Exam):
                 "longer text"
             )
         self.windows = byte_windows(text.text, ids, tokenizer, scorer.context, stride)
-        self.longest, self.n_sequences = min(len(ids), scorer.context), len(self.windows)
+        self.longest = min(len(ids), scorer.context)
+        self.n_sequences = len(self.windows)
 
     def result(self, scorer: Scorer) -> Result:
         scores = scorer.score([w.tokens for w in self.windows])
@@ -120,11 +121,11 @@ class ClozeExam(Exam):
             "acc": ratio([float(score.greedy) for score in scores]),
             "perplexity": perplexity([-score.total for score in scores]),
         }
-        found = [
+        rows = [
             {"where": x.where, "logprob": score.total, "acc": float(score.greedy)}
             for x, score in zip(self.items, scores)
         ]
-        return Result(str(self.task.path), self.task.kind, len(found), metrics, found)
+        return Result(str(self.task.path), self.task.kind, len(rows), metrics, rows)
 
 
 class QuestionExam(Exam):
@@ -162,7 +163,7 @@ class QuestionExam(Exam):
             new = scorer.generate(prompts, self.max_new_tokens, stop, self.chat_stop)
             for i, text in zip(numbers, new):
                 texts[i] = text
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for x, text in zip(self.items, texts):
             right = extracted(x, x.answer)
             if right is None:
@@ -174,11 +175,11 @@ class QuestionExam(Exam):
             if x.flexible:
                 last = re.findall(x.flexible, text)[-1:]
                 row["flexible_match"] = float([right] == [normalized(x, y) for y in last])
-            found.append(row)
-        metrics = {"exact_match": ratio([row["exact_match"] for row in found])}
-        if "flexible_match" in found[0]:
-            metrics["flexible_match"] = ratio([row["flexible_match"] for row in found])
-        return Result(str(self.task.path), self.task.kind, len(found), metrics, found)
+            rows.append(row)
+        metrics = {"exact_match": ratio([row["exact_match"] for row in rows])}
+        if "flexible_match" in rows[0]:
+            metrics["flexible_match"] = ratio([row["flexible_match"] for row in rows])
+        return Result(str(self.task.path), self.task.kind, len(rows), metrics, rows)
 
 
 def fitting(scorer: Scorer, item: Item, continuation: str, name: str) -> Tokens:

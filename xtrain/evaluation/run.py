@@ -170,7 +170,7 @@ def prepared(task: Task, o: Options) -> Task:
 
 
 def _examples(task: Task, o: Options) -> list[Item]:
-    """All items of the file of examples."""
+    """Return all items of the file of examples."""
     if o.examples is not None:
         candidates = [Path(o.examples)]
     else:

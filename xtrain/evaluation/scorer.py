@@ -171,8 +171,8 @@ class Scorer:
         """
         tokenizer = self.pretrained.tokenizer
         stop = list(stop)
-        given = GREEDY | options | {"max_new_tokens": max_new_tokens}
-        arguments = self.defaults.fill(given, GREEDY)
+        chosen = GREEDY | options | {"max_new_tokens": max_new_tokens}
+        arguments = self.defaults.fill(chosen, GREEDY)
         if end is None:
             end = self.pretrained.answer_stop
         texts: list[str] = []
@@ -197,6 +197,6 @@ def _parts(sequences: Sequence[Any]) -> Iterable[Sequence[Any]]:
 
 
 def _cut(text: str, stop: list[str]) -> str:
-    """text up to the first stop string"""
+    """Return the text up to the first stop string."""
     ends = [text.find(s) for s in stop if s and s in text]
     return text[: min(ends, default=None)]

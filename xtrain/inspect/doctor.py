@@ -40,7 +40,8 @@ EXTRA = "pip install -e '.[{}]'  # in the checkout"
 REINSTALL_MPI = "pip install --force-reinstall mpi4py mpich"
 LEAST_CUDA = 12  # major version of CUDA that the driver must support
 GB = 1e9
-LEAST_MEMORY, LEAST_DISK = 1 * GB, 2 * GB
+LEAST_MEMORY = 1 * GB
+LEAST_DISK = 2 * GB
 SECONDS = 180  # for a check in a subprocess: compiling the first kernel for a GPU takes a while
 
 

@@ -40,13 +40,15 @@ class LoraExperts(MixtureOfExperts):
         vars(self).update(vars(mixture))
         C = self.gate_up.declared_shape[1]
         F = self.down.declared_shape[1]
-        found = {name: self._rank(path, name, ranks) for name in EXPERT_MATRICES if name in targets}
-        self.factors = Factors(*(found.get(name, (0, 1.0))[1] for name in EXPERT_MATRICES))
-        self.gate_up_a = self._a(("gate_proj", "up_proj"), found, C)
-        self.gate_b = self._b("gate_proj", found, F)
-        self.up_b = self._b("up_proj", found, F)
-        self.down_a = self._a(("down_proj",), found, F)
-        self.down_b = self._b("down_proj", found, C)
+        ranks_of = {
+            name: self._rank(path, name, ranks) for name in EXPERT_MATRICES if name in targets
+        }
+        self.factors = Factors(*(ranks_of.get(name, (0, 1.0))[1] for name in EXPERT_MATRICES))
+        self.gate_up_a = self._a(("gate_proj", "up_proj"), ranks_of, C)
+        self.gate_b = self._b("gate_proj", ranks_of, F)
+        self.up_b = self._b("up_proj", ranks_of, F)
+        self.down_a = self._a(("down_proj",), ranks_of, F)
+        self.down_b = self._b("down_proj", ranks_of, C)
 
     def _rank(self, path: str, name: str, ranks: Ranks) -> tuple[int, float]:
         """Return the rank and factor of a matrix, those of all experts."""
@@ -58,23 +60,23 @@ class LoraExperts(MixtureOfExperts):
             )
         return each.pop()
 
-    def _a(self, names: tuple[str, ...], found: dict[str, Any], I: int) -> Parameter | None:  # noqa: E741
+    def _a(self, names: tuple[str, ...], ranks_of: dict[str, Any], I: int) -> Parameter | None:  # noqa: E741
         parts = {
-            f"experts.{e}.{name}.lora_A.weight": found[name][0]
+            f"experts.{e}.{name}.lora_A.weight": ranks_of[name][0]
             for e in range(self.n_experts)
             for name in names
-            if name in found
+            if name in ranks_of
         }
         if not parts:
             return None
         # the variance of PEFT's initialisation, uniform in +- I^-1/2
         return Parameter((sum(parts.values()), I), (3 * I) ** -0.5, parts)
 
-    def _b(self, name: str, found: dict[str, Any], O: int) -> Parameter | None:  # noqa: E741
-        if name not in found:
+    def _b(self, name: str, ranks_of: dict[str, Any], O: int) -> Parameter | None:  # noqa: E741
+        if name not in ranks_of:
             return None
         parts = {f"experts.{e}.{name}.lora_B.weight": O for e in range(self.n_experts)}
-        return Parameter((self.n_experts * O, found[name][0]), 0.0, parts)
+        return Parameter((self.n_experts * O, ranks_of[name][0]), 0.0, parts)
 
     def mixed(
         self, x_NC: Tensor, weights_NK: Tensor, experts_NK: Array, order: ExpertOrder | None

@@ -96,8 +96,7 @@ class Fp8Scales:
             if rows % TILE or columns % TILE:
                 raise UserError(
                     f"precision fp8 needs matrices whose rows and columns are multiples of {TILE}, "
-                    f"but {name} is {rows} x {columns}: "
-                    "choose such widths, or precision bf16"
+                    f"but {name} is {rows} x {columns}: choose such widths, or precision bf16"
                 )
         formats = [f for name, _ in weights for f in _formats(name) for _ in range(SPACING)]
         self.device = device
@@ -144,8 +143,8 @@ class Fp8Scales:
         blocks = [
             p for name, p in model.storage() if "layers." in name and len(p.declared_shape) == 2
         ]
-        rest = sum(p not in encoded for p in blocks)
-        others = f"{rest} other matrices of the blocks, " if rest else ""
+        n_others = sum(p not in encoded for p in blocks)
+        others = f"{n_others} other matrices of the blocks, " if n_others else ""
         if model.fp8_head:
             return (
                 f"products of {len(encoded) - 1} matrices of the blocks and of the head; "
@@ -215,8 +214,7 @@ def check_tokens(tokens: int) -> None:
     if tokens % TILE:
         raise UserError(
             f"precision fp8 needs a multiple of {TILE} tokens in a forward pass, not {tokens}: "
-            "choose another --micro-batch or "
-            "--seq-len"
+            "choose another --micro-batch or --seq-len"
         )
 
 
@@ -360,8 +358,8 @@ def linear_cross_entropy(
         cross_entropy(logits, targets, vocab_size, inv_count_1, False, *out)
         if not (want_dx or want_dw):
             continue
-        given = logits, targets, lse, vocab_size, inv_count_1
-        d = fp8_cross_entropy(*given, layer.dy, layer.current)
+        softmax_of = logits, targets, lse, vocab_size, inv_count_1
+        d = fp8_cross_entropy(*softmax_of, layer.dy, layer.current)
         if dx_NC is not None:
             fp8_matmul(dx_NC[part], d.rows, w.columns)
         if dw_PC is not None:

@@ -439,15 +439,15 @@ class AdaptedTransformer(Transformer):
         """Put adapters on the targets that are matrices of experts. Return True if there are some."""
         if not set(EXPERT_MATRICES).intersection(lora.targets):
             return False
-        found = [
+        mixtures = [
             (module, name, path, item)
             for path, module in list(self.modules())
             for name, item in vars(module).items()
             if type(item) is MixtureOfExperts
         ]
-        for module, name, path, mixture in found:
+        for module, name, path, mixture in mixtures:
             setattr(module, name, LoraExperts(mixture, f"{path}{name}.", lora.targets, lora.ranks))
-        return bool(found)
+        return bool(mixtures)
 
     def _copy_trained(self, lora: Lora) -> None:
         """Put new parameters in place of those that are trained whole."""

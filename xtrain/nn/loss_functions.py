@@ -140,8 +140,7 @@ class LinearLogprobs(Function):
             change_logits(logits, part)
             if entropies_N is not None:
                 entropies_N[part] = _entropy.entropy(logits, vocab_size)
-            found = _logprobs.token_logprobs(logits, targets_N[part], 0, vocab_size)
-            logprobs_N[part] = found[0]
+            logprobs_N[part], *_ = _logprobs.token_logprobs(logits, targets_N[part], 0, vocab_size)
         ctx.save(x_NC, w_PC, targets_N, vocab_size, rows, sampling, change_logits)
         return logprobs_N
 
@@ -197,9 +196,8 @@ def linear_top_logprobs(x_NC: Array, w_PC: Array, vocab_size: int, top: int) -> 
     none_N = empty(x_NC, N, np.int32)
     none_N.fill(-1)
     for part, logits in logits_of_parts(x_NC, w_PC, None):
-        found = _logprobs.token_logprobs(logits, none_N[part], top, vocab_size)
-        ids_NK[part] = found[1]
-        logprobs_NK[part] = found[2]
+        tops = _logprobs.token_logprobs(logits, none_N[part], top, vocab_size)
+        _, ids_NK[part], logprobs_NK[part] = tops
     return ids_NK, logprobs_NK
 
 

@@ -262,13 +262,13 @@ class Module:
                 if isinstance(item, Module):
                     yield from item.modules(f"{prefix}{path}.")
 
-    def storage(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
+    def storage(self) -> Iterator[tuple[str, Parameter]]:
         """Yield (name of the module, Parameter as it is in memory), depth first.
 
         A shared one only once.
         """
         seen = set()
-        for path, parameter in self._storage(prefix):
+        for path, parameter in self._storage(""):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield path, parameter
@@ -398,14 +398,14 @@ def _tree(module):
     total = sum(sum(p.parts.values()) * math.prod(p.declared_shape[1:]) for p in stored)
     shown = (f"{n} x {line}" if n > 1 else line for line, n in tensors.items())
     lines = [", ".join([f"{type(module).__name__}: {total:,}", *shown])]
-    for found, group in itertools.groupby(children, key=lambda child: child[1]):
+    for lines_of_child, group in itertools.groupby(children, key=lambda child: child[1]):
         paths = [path for path, _ in group]
         names = ", ".join(paths)
         if len(paths) > 2 or (paths[1:] and paths[-1][-1].isdigit()):
             names = f"{paths[0]} to {paths[-1]}"
         times = f"{len(paths)} x " if paths[1:] else ""
-        lines.append(f"    {names}: {times}{found[0]}")
-        lines += [f"    {line}" for line in found[1:]]
+        lines.append(f"    {names}: {times}{lines_of_child[0]}")
+        lines += [f"    {line}" for line in lines_of_child[1:]]
     return lines
 
 

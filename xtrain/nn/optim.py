@@ -202,8 +202,8 @@ class AdamW:
 
         They are in the arena's order.
         """
-        found = [p for _, p in self.model.storage() if p in self.group_of or self.excludes(p)]
-        return sorted(found, key=lambda p: p.offset)
+        parameters = [p for _, p in self.model.storage() if p in self.group_of or self.excludes(p)]
+        return sorted(parameters, key=lambda p: p.offset)
 
     def update_trained(
         self,
@@ -379,7 +379,7 @@ class Muon(AdamW):
 
 def groups_of(model: Module, groups: Iterable[dict[str, Any]], lr: float) -> dict[Parameter, Group]:
     """Return the group of each parameter that is in one. Raises UserError. See AdamW."""
-    found: dict[Parameter, Group] = {}
+    group_of: dict[Parameter, Group] = {}
     stored = {p for _, p in model.storage()}
     for options in groups:
         if not {"params"} <= options.keys() <= {"params", "lr", "weight_decay"}:
@@ -411,10 +411,10 @@ def groups_of(model: Module, groups: Iterable[dict[str, Any]], lr: float) -> dic
                 raise UserError(
                     f"{', '.join(parameter.parts)} are one parameter: give all to one group"
                 )
-            if parameter in found:
+            if parameter in group_of:
                 raise UserError(f"{', '.join(parameter.parts)}: a parameter is in two groups")
-            found[parameter] = group
-    return found
+            group_of[parameter] = group
+    return group_of
 
 
 OPTIMIZERS: dict[str, type[AdamW]] = {"adamw": AdamW, "muon": Muon}  # --optimizer
@@ -437,13 +437,13 @@ def muon_matrices(model: Transformer) -> set[Parameter]:
 
 def parts_of(parameter: Parameter) -> list[tuple[int, int, int]]:
     """Return (offset in the arena, rows, columns) of each matrix packed in a parameter."""
-    found = []
+    matrices = []
     columns = parameter.declared_shape[1]
     row = 0
     for rows in parameter.parts.values():
-        found.append((parameter.offset + row * columns, rows, columns))
+        matrices.append((parameter.offset + row * columns, rows, columns))
         row += rows
-    return found
+    return matrices
 
 
 def clip(model: Transformer, max_norm: float) -> tuple[Array, Array]:

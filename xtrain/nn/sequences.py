@@ -40,16 +40,16 @@ class RotaryTables:
         P = max(T, c.max_seq_len)
         if c.max_seq_len < T and c.rope_type != "dynamic":  # there the angles depend on T
             P = c.context
-        found = self.tables.get(P)
-        if found is None:
+        pair = self.tables.get(P)
+        if pair is None:
             for longer in [n for n in list(self.tables) if n > c.max_seq_len]:
                 self.tables.pop(longer, None)  # generate would keep one for every length
             tables = rope_tables(
                 c.head_dim, P, c.rope_theta, c.rope_scaling, seq_len=P, max_seq_len=c.max_seq_len
             )
             cos, sin = (to_device(t, self.device) for t in tables)
-            found = self.tables[P] = cos, sin
-        return found  # not self.tables[P]: another thread may have removed it
+            pair = self.tables[P] = cos, sin
+        return pair  # not self.tables[P]: another thread may have removed it
 
 
 def local_rope(config: ModelConfig) -> ModelConfig:
@@ -172,12 +172,12 @@ class PackedSequences(Sequences):
 
     starts_BT: Array = field(kw_only=True)
     # window -> bounds, positions: the layers share them
-    found: dict[int, tuple[KeyBounds, Array]] = field(default_factory=dict, kw_only=True)
+    bounds_of: dict[int, tuple[KeyBounds, Array]] = field(default_factory=dict, kw_only=True)
 
     def _bounds(self, window: int) -> tuple[KeyBounds, Array]:
-        if window not in self.found:
-            self.found[window] = document_bounds(self.starts_BT, window)
-        return self.found[window]
+        if window not in self.bounds_of:
+            self.bounds_of[window] = document_bounds(self.starts_BT, window)
+        return self.bounds_of[window]
 
     @property
     def positions_N(self) -> Array:

@@ -282,25 +282,25 @@ class _Range:
 def _ranges(groups, world):
     """Return the range of each group of parameters, which `world` ranks can divide."""
     multiple = arena_unit(world)
-    found = []
+    ranges = []
     start = 0
     for is_layer, parameters in groups:
-        at = start
+        offset = start
         offsets = []
         for parameter in parameters:
-            offsets.append(at)
-            at += -(-math.prod(parameter.declared_shape) // ALIGN) * ALIGN
-        end = -(-at // multiple) * multiple
-        found.append(_Range(is_layer, parameters, offsets, start, end))
+            offsets.append(offset)
+            offset += -(-math.prod(parameter.declared_shape) // ALIGN) * ALIGN
+        end = -(-offset // multiple) * multiple
+        ranges.append(_Range(is_layer, parameters, offsets, start, end))
         start = end
-    return found
+    return ranges
 
 
 def _gaps(r):
     """Return the slices of a range that no matrix covers, counted from its start."""
     covered = [
-        (at - r.start, at - r.start + math.prod(p.declared_shape))
-        for p, at in zip(r.parameters, r.offsets)
+        (offset - r.start, offset - r.start + math.prod(p.declared_shape))
+        for p, offset in zip(r.parameters, r.offsets)
         if p.decay
     ]
     ends = [0, *(b for _, b in covered)]

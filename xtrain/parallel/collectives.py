@@ -47,7 +47,7 @@ Pieces = dict[tuple[int, int], list[tuple[int, int, int]]]  # slice -> (start, e
 
 
 def equal_shards(a: int, b: int, world: int) -> Slices:
-    """[a, b) in `world` parts of equal length, in units of 16 bytes; the last ones may be
+    """Return [a, b) in `world` parts of equal length, in units of 16 bytes; the last ones may be
     shorter."""
     n = -(-(b - a) // (4 * world)) * 4
     return [(min(b, a + rank * n), min(b, a + (rank + 1) * n)) for rank in range(world)]
@@ -87,13 +87,13 @@ class Division:
             if shard.start < shard.stop:
                 return [(shard.start, shard.stop)]
             return []
-        found: Slices = []
+        slices: Slices = []
         for start, end, owner in pieces:
             if owner == rank and start < end:
-                if found and found[-1][1] == start:
-                    start = found.pop()[0]
-                found.append((start, end))
-        return found
+                if slices and slices[-1][1] == start:
+                    start = slices.pop()[0]
+                slices.append((start, end))
+        return slices
 
 
 class HostCollectives(Division):
@@ -201,7 +201,7 @@ class HostCollectives(Division):
         return all_R
 
     def gather_1(self, own_1: np.ndarray) -> np.ndarray:
-        """start_gather and join."""
+        """Call start_gather and join."""
         all_R = self.start_gather(own_1)
         self.join()
         return all_R
@@ -335,7 +335,7 @@ class GpuCollectives(Division):
         return event
 
     def _gradients(self, a: int, b: int) -> Array:
-        """grads[a:b], in bf16 if that is sent."""
+        """Return grads[a:b], in bf16 if that is sent."""
         if self.half is None:
             return self.grads[a:b]
         cast_into(self.half[a:b], self.grads[a:b])
@@ -462,7 +462,7 @@ def store_sum(own_m: Array, sum_m: Array, add: bool) -> None:
 
 
 def load_nccl() -> Any:
-    """cupy.cuda.nccl. Raises UserError if CuPy finds no NCCL library."""
+    """Return cupy.cuda.nccl. Raises UserError if CuPy finds no NCCL library."""
     try:
         from cupy.cuda import nccl
 

@@ -142,7 +142,7 @@ class CopyCollectives(GpuCollectives):
         return all_R
 
     def gather_1(self, own_1: Array) -> Array:
-        """start_gather and a wait for its result, without ending the step as `join` does."""
+        """Call start_gather and wait for its result, without ending the step as `join` does."""
         all_R = self.start_gather(own_1)
         super().join()
         self.aligned = True
@@ -200,7 +200,7 @@ class CopyCollectives(GpuCollectives):
             add_peers(own, theirs)
 
     def _chunks(self, array: Array, a: int, b: int, rank: int, most: int) -> list[tuple[int, int]]:
-        """(first, n) of chunks of at most `most` elements that cover what a rank owns of
+        """Return (first, n) of chunks of at most `most` elements that cover what a rank owns of
         array[a:b]."""
         return [
             (first, min(most, end - first))
@@ -229,7 +229,7 @@ class CopyCollectives(GpuCollectives):
         ]
 
     def _gather_through_window(self, array: Array, a: int, b: int, stream: int) -> None:
-        """all_gather of an array that is not registered, one chunk after the other."""
+        """Call all_gather of an array that is not registered, one chunk after the other."""
         window = self.window.view(array.dtype)
         chunks = [self._chunks(array, a, b, rank, CHUNK) for rank in range(self.ranks.world)]
         for i in range(max(map(len, chunks))):
@@ -298,7 +298,7 @@ def _copy(target: int, source: int, nbytes: int, stream: int) -> None:
 
 
 def at_address(address: int, n: int, dtype: Any) -> Array:
-    """(n,): the memory at this address, which may be a neighbour's, as an array."""
+    """Return (n,): the memory at this address, which may be a neighbour's, as an array."""
     cp = cupy()
     nbytes = n * np.dtype(dtype).itemsize
     memory = cp.cuda.UnownedMemory(address, nbytes, None, cp.cuda.Device().id)
@@ -307,7 +307,7 @@ def at_address(address: int, n: int, dtype: Any) -> Array:
 
 @functools.cache
 def cuda_driver() -> Any:
-    """cuda.bindings.driver, which numba-cuda needs as well."""
+    """Return cuda.bindings.driver, which numba-cuda needs as well."""
     from cuda.bindings import driver
 
     return driver

@@ -89,12 +89,13 @@ class Ranks(SingleProcess):
         return np.split(whole, np.cumsum(sizes)[:-1])
 
     def check_same(self, things: dict[str, Any], needed: str) -> None:
-        """Raises UserError, on every rank, if a value differs on any rank.
+        """Raise UserError, on every rank, if a value differs on any rank.
 
         needed: what all ranks need, for the message.
         """
-        for rank, other in enumerate(found := self.gather(things)):
-            for name, value in found[0].items():
+        gathered = self.gather(things)
+        for rank, other in enumerate(gathered):
+            for name, value in gathered[0].items():
                 if repr(other.get(name)) != repr(value):  # nan is not equal to itself
                     raise UserError(
                         f"rank {rank} has {name} {other.get(name)}, rank 0 has {value}: all ranks "
@@ -190,8 +191,7 @@ def check_launcher(library: str, world: int | None, environment: Mapping[str, st
         remedy = f"use `mpirun -n {n} xtrain train`"
     raise UserError(
         f"{launcher.name} started {n} ranks ({launcher.variable}), but mpi4py uses {uses}, in "
-        "which every rank is alone: "
-        f"{remedy}; `python -m xtrain.doctor` checks which mpirun fits"
+        f"which every rank is alone: {remedy}; `python -m xtrain.doctor` checks which mpirun fits"
     )
 
 
@@ -233,7 +233,7 @@ def shared_memory_shortage(
 
 
 def _when_all_ranks_have_started(MPI: Any) -> None:
-    """MPI_Init, which waits for all ranks.
+    """Call MPI_Init, which waits for all ranks.
 
     MPICH waits forever for a rank that failed before: after START_SECONDS this process exits.
     It can then print only its stack, so the name of this function is the message.
@@ -267,7 +267,6 @@ def choose_gpu(ranks: Ranks) -> None:
             machine = "another machine"
         raise UserError(
             f"{machine} has fewer GPUs than ranks ({count} and {ranks.local_world} here): start "
-            "one rank per GPU, "
-            "or use --device cpu"
+            "one rank per GPU, or use --device cpu"
         )
     cupy().cuda.Device(0 if one_each else ranks.local).use()

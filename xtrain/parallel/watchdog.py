@@ -53,7 +53,7 @@ class ExitMonitor:
             )
 
     def sign_off(self) -> None:
-        """This rank may exit now."""
+        """Let this rank exit."""
         if self.process is not None:
             with contextlib.suppress(OSError):  # it was killed
                 self.process.communicate(b"signed off\n")
@@ -198,5 +198,5 @@ def print_error(message: str) -> None:
 
 
 def rank_and_step(rank: int, step: int | None) -> str:
-    """ "rank 1, step 4"; "rank 1" if the step is not known."""
+    """Return "rank 1, step 4"; "rank 1" if the step is not known."""
     return f"rank {rank}" + ("" if step is None else f", step {step}")

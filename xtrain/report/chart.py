@@ -45,8 +45,9 @@ def by_depth(i: int, n: int) -> str:
     return f"hsl({280 - 230 * i / max(1, n - 1):.0f} 65% 52%)"
 
 
-def running_mean(points: Points, rate: float = 0.05) -> Points:
+def running_mean(points: Points) -> Points:
     """Return the exponential moving average, divided by the sum of its weights. Skips gaps."""
+    rate = 0.05
     total = 0.0
     weight = 0.0
     out: Points = []
@@ -99,8 +100,7 @@ def chart(
     return (
         f'<figure class="chart"><figcaption>{name} <small>{html.escape(unit)}</small></figcaption>'
         f'<div class="plot" tabindex="0" data-chart="{html.escape(data)}"><svg viewBox="0 0 '
-        f'{SIDE:.0f} {SIDE:.0f}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{name} over '
+        f'{SIDE:.0f} {SIDE:.0f}" preserveAspectRatio="none" role="img" aria-label="{name} over '
         f'steps">{grid}{drawn}</svg>{labels}</div>{_legend(curves, most_names)}</figure>'
     )
 
@@ -108,16 +108,11 @@ def chart(
 def _horizontal(name: str, xs: list[float]) -> dict[str, Any]:
     """Return a horizontal axis: its ends and its ticks [[position, label], ...]."""
     low = min(xs)
-    if max(xs) > min(xs):
-        high = max(xs)
-    else:
-        high = min(xs) + 1
-    if name == "time":
-        size, unit = unit_of(high)
-    else:
-        size, unit = (1.0, "")
+    high = max(xs) if max(xs) > low else low + 1
+    size, unit = unit_of(high) if name == "time" else (1.0, "")
     ticks = [x for x in _axis(low / size, high / size, log=False, most=5)[2]]
-    ticks = [x for x in ticks if low <= x * size <= high]
+    round_numbers = _axis(low / size, high / size, log=False, most=5)[2]
+    ticks = [x for x in round_numbers if low <= x * size <= high]
     labels = [f"{text} {unit}".rstrip() for text in _numbers(ticks)]
     shown = [[x * size, text] for x, text in zip(ticks, labels)]
     return {"name": NAMES[name], "low": low, "high": high, "ticks": shown}
@@ -247,10 +242,7 @@ def _axis(low: float, high: float, log: bool, most: int) -> tuple[float, float, 
     # a smaller range would need ticks with more digits than float64 has
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         margin = abs(low) / 10 or 1.0
-        if log:
-            low, high = (low / 1.5, high * 1.5)
-        else:
-            low, high = (low - margin, high + margin)
+        low, high = (low / 1.5, high * 1.5) if log else (low - margin, high + margin)
     if log:
         low, high = low / 1.05, high * 1.05
         ticks = [t for t in _decades(low, high) if low <= t <= high]

@@ -119,27 +119,23 @@ def tasks(run: Record) -> list[str]:
     ]
 
 
+# title, unit, and label, name and color of each curve
+REWARD_CHARTS = (
+    ("Rollouts against training", "first update", ("|ratio - 1|, largest", "ratio_error", 4), ("KL", "rollout_kl", 5)),
+    ("Completions", "tokens", ("mean length", "completion_tokens", 2)),
+    ("Turns", "of the model in a conversation", ("mean", "turns", 1)),
+    ("Shares", "of tokens, of groups, of completions",
+     ("clipped tokens", "clipped", 3), ("completions without an end", "truncated", 2), ("groups of equal rewards", "equal_groups", 1)),
+    ("Entropy", "nats per token", ("of what was drawn", "entropy", 0)),
+    ("KL to the reference", "nats per token", ("KL", "reference_kl", 5)),
+)  # fmt: skip
+
+
 def rewards(run: Record) -> str:
     """Return the charts of reinforcement learning, and how rollouts and training differ."""
-    reward, error, kl = (run.points(name) for name in ("reward", "ratio_error", "rollout_kl"))
+    reward = run.points("reward")
     if not reward:
         return ""
-    measured = [y for _, y in (*error, *kl) if y is not None]
-    if len(measured) == 2 * len(reward) and not any(measured):
-        text = (
-            f"In all {len(reward):,} steps the ratio of the first update was exactly 1, and the KL "
-            "exactly 0: rollouts and training computed the same bits."
-        )
-    else:
-        text = (
-            "Log-probabilities of rollouts and training differ: the ratio of a first update was "
-            f"off by up to {max(measured, default=0):.2g}."
-        )
-    if run.section("train").get("off_policy"):
-        text = (
-            "The completions of a step come from the weights one step before (--off-policy): a "
-            f"ratio was off by up to {max(measured, default=0):.2g}."
-        )
     tasks = sorted({name for m in run.metrics for name in m if name.startswith("rewards/")})
     shown = [
         chart(
@@ -159,47 +155,33 @@ def rewards(run: Record) -> str:
                 for name, color in zip(tasks, colors(len(tasks)))
             ),
         ),
-        chart(
-            run,
-            "Rollouts against training",
-            "first update",
-            Curve("|ratio - 1|, largest", error, palette(4)),
-            Curve("KL", kl, palette(5)),
-        ),
-        chart(
-            run,
-            "Completions",
-            "tokens",
-            Curve("mean length", run.points("completion_tokens"), palette(2)),
-        ),
-        chart(
-            run,
-            "Turns",
-            "of the model in a conversation",
-            Curve("mean", run.points("turns"), palette(1)),
-        ),
-        chart(
-            run,
-            "Shares",
-            "of tokens, of groups, of completions",
-            Curve("clipped tokens", run.points("clipped"), palette(3)),
-            Curve("completions without an end", run.points("truncated"), palette(2)),
-            Curve("groups of equal rewards", run.points("equal_groups"), palette(1)),
-        ),
-        chart(
-            run,
-            "Entropy",
-            "nats per token",
-            Curve("of what was drawn", run.points("entropy"), palette(0)),
-        ),
-        chart(
-            run,
-            "KL to the reference",
-            "nats per token",
-            Curve("KL", run.points("reference_kl"), palette(5)),
-        ),
     ]
-    return f'<h2>Rewards</h2><p>{text}</p><div class="charts">{"".join(shown)}</div>'
+    for title, unit, *curves in REWARD_CHARTS:
+        drawn = [Curve(label, run.points(name), palette(i)) for label, name, i in curves]
+        shown.append(chart(run, title, unit, *drawn))
+    return f'<h2>Rewards</h2><p>{_drift(run)}</p><div class="charts">{"".join(shown)}</div>'
+
+
+def _drift(run: Record) -> str:
+    """Return how the log-probabilities of rollouts and training differ."""
+    points = run.points("ratio_error") + run.points("rollout_kl")
+    measured = [y for _, y in points if y is not None]
+    steps = len(run.points("reward"))
+    largest = f"{max(measured, default=0):.2g}"
+    if run.section("train").get("off_policy"):
+        return (
+            "The completions of a step come from the weights one step before (--off-policy): a "
+            f"ratio was off by up to {largest}."
+        )
+    if len(measured) == 2 * steps and not any(measured):
+        return (
+            f"In all {steps:,} steps the ratio of the first update was exactly 1, and the KL "
+            "exactly 0: rollouts and training computed the same bits."
+        )
+    return (
+        "Log-probabilities of rollouts and training differ: the ratio of a first update was off "
+        f"by up to {largest}."
+    )
 
 
 def preferences(run: Record) -> str:

@@ -124,9 +124,9 @@ class Form:
         self.n_prompt = sum(map(len, prompts))
         if self.body.prompt_logprobs is None:
             return
-        rest = iter(scores)
+        remaining = iter(scores)
         for tokens in prompts:
-            scored = next(rest) if len(tokens) > 1 else []
+            scored = next(remaining) if len(tokens) > 1 else []
             entries = [self._prompt_entry(t, *score) for t, score in zip(tokens[1:], scored)]
             self.prompt_logprobs.append([None, *entries])
 
@@ -291,19 +291,19 @@ class Text(Form):
         super().take_prompts(prompts, scores)
         if not self.body.echo:
             return
-        rest = iter(scores)
-        for given, tokens in zip(self.body.prompts, prompts):
+        remaining = iter(scores)
+        for prompt, tokens in zip(self.body.prompts, prompts):
             parts = [token_bytes(self.p.tokenizer, token) for token in tokens]
             text = b"".join(parts).decode("utf-8", "replace")
             # the tokenizer may put a begin token and a space in front of a text
             before = 0
-            if isinstance(given, str) and text.endswith(given):
-                before = len(text) - len(given)
+            if isinstance(prompt, str) and text.endswith(prompt):
+                before = len(text) - len(prompt)
             logprobs = None
             if self.body.scores_prompts:
                 offsets = Offsets()
                 starts = [max(0, offsets.next(part) - before) for part in parts]
-                scored = next(rest) if len(tokens) > 1 else []
+                scored = next(remaining) if len(tokens) > 1 else []
                 values = [(own, top[: self.body.logprobs]) for own, top in scored]
                 logprobs = self._lists(tokens, [None, *values], starts)
             self.echoes.append((text[before:], logprobs))

@@ -522,7 +522,26 @@ def create_app(
         await server.preparers.close()
         await run_in_threadpool(client.stop)
 
-    routes = [
+    kinds: list[Any] = [ApiError, UserError, HTTPException, ClientDisconnect, Exception]
+    middleware = [Middleware(AccessLog, ended=server.count_response, log=access_log)]
+    if otlp_traces_endpoint is not None:
+        server.tracing = tracer_provider(otlp_traces_endpoint)
+        middleware.insert(0, tracing_middleware(server.tracing))
+    if allowed_origins:
+        cors: dict[str, Any] = dict(allow_origins=allowed_origins, allow_headers=["*"])
+        middleware += [Middleware(CORSMiddleware, **cors, allow_methods=["GET", "POST"])]
+    app = Starlette(
+        routes=_routes(server),
+        middleware=middleware,
+        lifespan=lifespan,
+        exception_handlers=dict.fromkeys(kinds, _refuse),
+    )
+    app.state.server = server
+    return app
+
+
+def _routes(server: Server) -> list[Any]:
+    return [
         *(
             Route(path, functools.partial(answer, kind), methods=["POST"])
             for answer, kinds in ((server.answer, ANSWERED), (server.tokens, COUNTED))
@@ -535,19 +554,3 @@ def create_app(
         Route("/metrics", server.show_metrics),
         page_route(),
     ]
-    kinds: list[Any] = [ApiError, UserError, HTTPException, ClientDisconnect, Exception]
-    middleware = [Middleware(AccessLog, ended=server.count_response, log=access_log)]
-    if otlp_traces_endpoint is not None:
-        server.tracing = tracer_provider(otlp_traces_endpoint)
-        middleware.insert(0, tracing_middleware(server.tracing))
-    if allowed_origins:
-        cors: dict[str, Any] = dict(allow_origins=allowed_origins, allow_headers=["*"])
-        middleware += [Middleware(CORSMiddleware, **cors, allow_methods=["GET", "POST"])]
-    app = Starlette(
-        routes=routes,
-        middleware=middleware,
-        lifespan=lifespan,
-        exception_handlers=dict.fromkeys(kinds, _refuse),
-    )
-    app.state.server = server
-    return app

@@ -300,9 +300,11 @@ class Messages(BlockForm):
         if self.finish == "stop" and self.body.stops:
             tokenizer = self.reading.showing_marks(self.p.tokenizer)
             data = b"".join([text_bytes(tokenizer, token) for token in self.ids])
-            rest = data.decode("utf-8", "replace")[self.length :]  # a stop string that was found
+            after_answer = data.decode("utf-8", "replace")[
+                self.length :
+            ]  # a stop string that was found
             for text in self.body.stops:
-                if rest.startswith(text):
+                if after_answer.startswith(text):
                     return "stop_sequence", text
         if self.finish == "stop" and any(block.kind == "call" for block in self.blocks):
             return "tool_use", None

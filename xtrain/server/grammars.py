@@ -109,12 +109,12 @@ def json_rule(schema: dict[str, Any], lenient: bool = False) -> str:
 
 def special_marks(tokenizer: Tokenizer, marks: Iterable[str]) -> dict[str, int]:
     """Return the marks that are special tokens, with their ids."""
-    found = {}
+    special = {}
     for mark in marks:
         ids = tokenizer.encode(mark)
         if len(ids) == 1 and ids[0] in tokenizer.special_ids:
-            found[mark] = ids[0]
-    return found
+            special[mark] = ids[0]
+    return special
 
 
 def literal_rule(text: str, special: Mapping[str, int] = {}) -> str:

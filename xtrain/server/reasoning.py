@@ -91,13 +91,13 @@ class ReasoningStream:
             self.blank = self.reasoning  # an answer without reasoning is returned as it is
         thought = ""
         if self.reasoning:
-            thought, mark, rest = self.text.partition(self.marks.last)
+            thought, mark, after_mark = self.text.partition(self.marks.last)
             kept = ""
             if not mark and not last:
                 certain = thought[: len(thought) - beginning_at_end(thought, self.marks.last)]
                 kept = thought[len(certain.rstrip()) :]
             thought = self._without_blanks(thought[: len(thought) - len(kept)].rstrip())
-            self.text = rest or kept
+            self.text = after_mark or kept
             if not mark:
                 return thought, ""
             self.reasoning = False

@@ -62,18 +62,18 @@ class StructuredOutputs(Part):
 
     def guides(self) -> list[Guide]:
         """Return what the answer must be. Raises UserError."""
-        found = []
+        guides = []
         if self.json_ is not None:
-            found.append(Guide.of_schema(_parsed(self.json_)))
+            guides.append(Guide.of_schema(_parsed(self.json_)))
         if self.regex is not None:
-            found.append(Guide.of_regex(self.regex))
+            guides.append(Guide.of_regex(self.regex))
         if self.choice is not None:
-            found.append(Guide.of_choice(self.choice))
+            guides.append(Guide.of_choice(self.choice))
         if self.grammar is not None:
-            found.append(Guide.of_lark(self.grammar))
+            guides.append(Guide.of_lark(self.grammar))
         if self.json_object:
-            found.append(Guide.of_schema(ANY_OBJECT))
-        return found
+            guides.append(Guide.of_schema(ANY_OBJECT))
+        return guides
 
 
 class Structured(BaseModel):

@@ -59,10 +59,10 @@ class ToolStream:
                 return None
             self.read = self._read_head if start.startswith(begin) else self._read_content
             return ""
-        found = self.text.find(trigger)
-        if found >= 0:
+        first = self.text.find(trigger)
+        if first >= 0:
             self.read = self._read_head
-            return self._cut(found)
+            return self._cut(first)
         return self._cut(len(self.text) - beginning_at_end(self.text, trigger)) or None
 
     def _read_content(self, deltas: list[Delta]) -> str | None:

@@ -122,8 +122,8 @@ def add_adapters(model: Transformer, folders: Mapping[str, Path]) -> Adapters:
             f"the model has the adapters {listed(model.adapters.names)} already: add all at once"
         )
     adapters = Adapters(list(folders))
-    given = [_matrices(folder, model.scales) for folder in folders.values()]
-    unused = [set(matrices) for matrices in given]
+    by_folder = [_matrices(folder, model.scales) for folder in folders.values()]
+    unused = [set(matrices) for matrices in by_folder]
     switches: list[tuple[Any, str, SwitchedLinear]] = []
     for i, layer in enumerate(model.model.layers):
         for path, module in layer.modules():
@@ -132,20 +132,20 @@ def add_adapters(model: Transformer, folders: Mapping[str, Path]) -> Adapters:
                     continue
                 switched = SwitchedLinear(linear, adapters)
                 where = f"model.layers.{i}.{path}"
-                matrices: list[Matrices] = [{} for _ in given]
+                matrices: list[Matrices] = [{} for _ in by_folder]
                 for part, rows in linear.weight.parts.items():
                     full = where + (f"{name}." if part == "weight" else "") + part
                     shape = (rows, linear.weight.shape[1])
-                    for number, one in enumerate(given):
+                    for number, one in enumerate(by_folder):
                         if full in one:
                             folder = list(folders.values())[number]
                             matrices[number][part] = _checked(folder, full, one[full], shape)
                             unused[number].discard(full)
                 switched.pack(matrices, model.device, model.branch_dtype or np.float32)
                 switches.append((module, name, switched))
-    for folder, rest in zip(folders.values(), unused):
-        if rest:
-            raise without_matrices(folder, rest)
+    for folder, left_over in zip(folders.values(), unused):
+        if left_over:
+            raise without_matrices(folder, left_over)
     for module, name, switched in switches:
         setattr(module, name, switched)
     model.adapters = adapters
@@ -174,7 +174,7 @@ def _matrices(folder: Path, scales: Mapping[str, float]) -> Matrices:
             f"{folder} has adapters of experts, which are not switched from row to row: serve the "
             f"model with them merged, --model {folder}"
         )
-    found = {}
+    matrices = {}
     unused = set(stored)
     for name in stored:
         module = name.removesuffix(A)
@@ -182,11 +182,11 @@ def _matrices(folder: Path, scales: Mapping[str, float]) -> Matrices:
             w = f"{module}.weight"
             _, factor = ranks.of(module)
             b = np.float32(factor * scales.get(w, 1.0)) * stored[module + B].read_finite()
-            found[w] = (stored[name].read_finite(), b)
+            matrices[w] = (stored[name].read_finite(), b)
             unused -= {name, module + B}
     if unused:
         raise without_matrices(folder, unused)
-    return found
+    return matrices
 
 
 def _checked(folder: Path, name: str, pair: Any, shape: tuple[int, int]) -> Any:

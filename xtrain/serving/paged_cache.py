@@ -217,8 +217,8 @@ class PagedCache:
 
     # ------------------------------------------------------------------------- positions
     def _position_tables(self) -> tuple[Array, Array]:
-        """cos and sin of every position of a sequence, float32 (P, D/2) each, P >= capacity and a
-        multiple of S.
+        """Return cos and sin of every position of a sequence, float32 (P, D/2) each, P >= capacity
+        and a multiple of S.
 
         With dynamic scaling, a position p beyond the trained length has the angles of a sequence
         that ends at p, and keeps them when the sequence grows. transformers does the same: its

@@ -45,9 +45,9 @@ class Pretrained(Texts):
         Raises UserError if its tokens are others, or the heads do not fit."""
         if folder is None:
             return None
-        found = model_folder(Path(folder), say)
-        if is_heads(found):
-            return load_heads(found, self.model)
+        model_or_heads = model_folder(Path(folder), say)
+        if is_heads(model_or_heads):
+            return load_heads(model_or_heads, self.model)
         precision: Precision = "fp32" if self.model.branch_dtype is None else "bf16"
         other = load(folder, self.model.device, precision)
         if other.tokenizer.token_bytes != self.tokenizer.token_bytes:

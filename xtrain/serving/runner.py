@@ -249,10 +249,10 @@ class Runner:
         lengths = [r.cached_tokens - 1 for r in requests]
         self.batch.write_counters(slots, lengths, _token_numbers(requests))
         self.batch.upload()
-        known = [r for r in requests if r.in_flight == 1]  # only by this step
-        if known and not self.ids_are_on_device:
-            last = np.array([r.completion[-1] for r in known], np.int32)
-            self.batch.ids[[r.slot for r in known]] = to_device(last, self.model.device)
+        new = [r for r in requests if r.in_flight == 1]  # only by this step
+        if new and not self.ids_are_on_device:
+            last = np.array([r.completion[-1] for r in new], np.int32)
+            self.batch.ids[[r.slot for r in new]] = to_device(last, self.model.device)
             self.ids_are_on_device = True
         size = max(slots) + 1
         if self.model.device == "gpu":  # the same bits with a graph and without

@@ -319,7 +319,7 @@ class Speculation:
         if seconds is None:  # measure it first
             return 0
         best = 0
-        most = B / seconds
+        fastest = B / seconds
         rows = 0
         tokens = float(B)
         depth = [0] * B
@@ -333,8 +333,8 @@ class Speculation:
                 # unless it is known, it takes as long as one with fewer rows
                 seconds = self.times.seconds(True, rows) or seconds
             speed = tokens / (seconds + self.drafter.seconds(deepest))
-            if speed > most:
-                most = speed
+            if speed > fastest:
+                fastest = speed
                 best = n
         return best
 

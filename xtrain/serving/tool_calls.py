@@ -127,13 +127,13 @@ def read_calls(text: str, form: str) -> tuple[str, list[dict[str, Any]]]:
     """
     how = FORMS[form]
     start = text.find(how.trigger) if how.trigger else 0
-    rest = text[max(start, 0) :]
+    unread = text[max(start, 0) :]
     calls: list[dict[str, Any]] = []
-    while match := how.head.match(rest):
-        end = match.end() + JsonObject().end_in(rest[match.end() :])
-        after = how.tail.match(rest, end)
+    while match := how.head.match(unread):
+        end = match.end() + JsonObject().end_in(unread[match.end() :])
+        after = how.tail.match(unread, end)
         try:
-            arguments = json.loads(rest[match.end() : end])
+            arguments = json.loads(unread[match.end() : end])
         except (ValueError, RecursionError):
             break
         if after is None:
@@ -141,5 +141,5 @@ def read_calls(text: str, form: str) -> tuple[str, list[dict[str, Any]]]:
         function = {"name": match.group(1), "arguments": arguments}
         # Mistral's templates want nine letters or digits
         calls.append({"id": f"call{len(calls):05}", "type": "function", "function": function})
-        rest = rest[after.end() :]
+        unread = unread[after.end() :]
     return (text[:start] if calls else text), calls

@@ -81,7 +81,7 @@ class Accesses:
         return self.load(a, (i, j), site)
 
     def _element_of(self, a, index, site):
-        """An element of a tuple or of an array of records, or a field of a record."""
+        """Return an element of a tuple or of an array of records, or a field of a record."""
         if isinstance(a, Array):
             if type(index) is str:
                 return getattr(a, index)
@@ -126,7 +126,7 @@ class Accesses:
             self.store(a, slice(None) if k is None else k, value, site)
 
     def element(self, a):
-        """A number with the type of a[i], without a read of memory."""
+        """Return a number with the type of a[i], without a read of memory."""
         if isinstance(a, RecordArray) or type(a) is Record:
             raise TypeError("its type depends on the field")
         if isinstance(a, tuple):
@@ -331,19 +331,18 @@ class Accesses:
         self.report(kind, (then[1], site), functools.partial(errors.race, *args))
 
     def _find(self, a, index, site, stores=False):
-        """The position of an element with an unusual index: literals and computed numbers below
-        zero. Or the view of a row or a slice. For an index out of bounds, which is reported, the
-        position of a spare element.
-        """
+        """Return the position of an element with an unusual index: literals and computed numbers
+        below zero. Or the view of a row or a slice. For an index out of bounds, which is reported,
+        the position of a spare element."""
         if isinstance(index, tuple):
-            given = index
+            indices = index
         else:
-            given = (index,)
-        if any(i is None for i in given):
-            a, given = a.with_new_axes(given)
-        rest = (slice(None),) * (a.ndim - len(given) + 1)
-        sliced = any(isinstance(i, slice) or i is ... for i in given)
-        axes = [j for i in given for j in (rest if i is ... else (i,))]
+            indices = (index,)
+        if any(i is None for i in indices):
+            a, indices = a.with_new_axes(indices)
+        whole_axes = (slice(None),) * (a.ndim - len(indices) + 1)
+        sliced = any(isinstance(i, slice) or i is ... for i in indices)
+        axes = [j for i in indices for j in (whole_axes if i is ... else (i,))]
         for axis, (i, n) in enumerate(zip(axes, a.dims)):
             if isinstance(i, slice):
                 continue
@@ -362,7 +361,7 @@ class Accesses:
         if (sliced and len(axes) <= a.ndim) or len(axes) < a.ndim:
             with contextlib.suppress(IndexError):
                 return a.sliced(tuple(axes))
-        error = errors.out_of_bounds(self, a, tuple(axes) if len(given) > 1 else axes[0], site)
+        error = errors.out_of_bounds(self, a, tuple(axes) if len(indices) > 1 else axes[0], site)
         if type(error) is not errors.OutOfBoundsError:
             raise error
         self.report("out_of_bounds", (site,), lambda: error)

@@ -18,9 +18,8 @@ from .unwritten import mark_unwritten
 
 
 def empty(shape, dtype=np.float64) -> SimArray:
-    """A SimArray that nothing has written, as cuda.device_array makes it. A kernel that uses an
-    element before one has been written is reported (`unwritten_global`).
-    """
+    """Return a SimArray that nothing has written, as cuda.device_array makes it. A kernel that uses
+    an element before one has been written is reported (`unwritten_global`)."""
     flat = poisoned(int(np.prod(shape)), np.dtype(dtype))
     return mark_unwritten(flat.view(SimArray).reshape(shape))
 

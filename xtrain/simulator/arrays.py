@@ -76,7 +76,7 @@ class Array:
         return self.dims[0]
 
     def keys(self, k):
-        """The keys of the element flat[k]."""
+        """Return the keys of the element flat[k]."""
         first = self.bias + k * self.stride
         return range(first, first + self.span)
 
@@ -113,7 +113,7 @@ class Array:
         return total
 
     def view(self, kind):
-        """The same bytes as another dtype. The last axis is contiguous if the element size
+        """Return the same bytes as another dtype. The last axis is contiguous if the element size
         changes."""
         new = dtype_of(kind)
         old = self.dtype
@@ -144,7 +144,7 @@ class Array:
         )
 
     def _part(self, i):
-        """The real or imaginary parts."""
+        """Return the real or imaginary parts."""
         if self.dtype.kind != "c":
             if i:
                 raise AttributeError(f"an array of {self.dtype} has no imaginary part")
@@ -205,8 +205,8 @@ class Array:
         return self._like(tuple(dims), tuple(steps), start)
 
     def locate(self, index):
-        """The position of the element in flat. None: there is no such element, or the index is a
-        slice."""
+        """Return the position of the element in flat. None: there is no such element, or the index
+        is a slice."""
         try:
             if type(index) is not tuple:
                 i = as_int(index)
@@ -255,8 +255,8 @@ class RecordArray(Array):
         return None
 
     def field(self, name):
-        """The array of one field: same shape, same memory. A field that is an array itself has no
-        such array."""
+        """Return the array of one field: same shape, same memory. A field that is an array itself
+        has no such array."""
         offset = self.dtype.fields[name][1]
         bias = self.bias + offset // self.memory.granule
         args = self.memory, self.flat[name], self.dims, self.steps, self.start, bias
@@ -280,7 +280,7 @@ class Record:
         self._name = name
 
     def place(self, name):
-        """Where a field is: (array, index), or (array, None) for a field that is an array
+        """Return where a field is: (array, index), or (array, None) for a field that is an array
         itself."""
         a, k = self._array, self._at
         if not isinstance(name, str):
@@ -314,9 +314,9 @@ class Record:
 
 
 def global_arrays(arrays: list, bytewise=False) -> list[Array]:
-    """The kernel's array arguments. Arguments that overlap share one Memory, so their accesses are
-    compared. bytewise: a key per byte, because the kernel may view the bytes as another dtype.
-    """
+    """Return the kernel's array arguments. Arguments that overlap share one Memory, so their
+    accesses are compared. bytewise: a key per byte, because the kernel may view the bytes as
+    another dtype."""
     extents = [extent(a) for a in arrays]
     result: list = [None] * len(arrays)
     groups: list = []  # [low, high, indices]
@@ -366,7 +366,7 @@ def _global_array(memory, a, extent, base):
 
 
 def make_array(memory, flat, *facts) -> Array:
-    """An Array or a RecordArray: see Array.__init__."""
+    """Return an Array or a RecordArray: see Array.__init__."""
     return (RecordArray if flat.dtype.names else Array)(memory, flat, *facts)
 
 
@@ -384,7 +384,7 @@ def grain(dtype) -> int:
 
 
 def c_steps(shape) -> tuple:
-    """The steps of a C-contiguous array of this shape, in elements."""
+    """Return the steps of a C-contiguous array of this shape, in elements."""
     steps = [1]
     for n in shape[:0:-1]:
         steps.insert(0, steps[0] * n)
@@ -392,7 +392,7 @@ def c_steps(shape) -> tuple:
 
 
 def new_array(kind, shape, dtype, bytewise=False) -> Array:
-    """An unwritten shared or local array."""
+    """Return an unwritten shared or local array."""
     first = _first_array(kind, shape, dtype, bytewise)
     new = first._like(first.dims, first.steps, 0)
     new.memory = Memory(kind, first.memory.granule)
@@ -412,7 +412,7 @@ def _first_array(kind, shape, dtype, bytewise):
 
 
 def dense_array(memory, flat, shape) -> Array:
-    """A C-contiguous array over all of flat."""
+    """Return a C-contiguous array over all of flat."""
     return make_array(memory, flat, shape, c_steps(shape))
 
 
@@ -429,7 +429,7 @@ def poisoned(size, dtype) -> np.ndarray:
 
 
 def poison(a):
-    """The number that a read of `a` out of bounds returns where the run continues after the
+    """Return the number that a read of `a` out of bounds returns where the run continues after the
     report."""
     if a.dtype.names:
         return Record(new_array("local", (1,), a.dtype), 0)

@@ -170,7 +170,8 @@ class Block:
         return self._engines
 
     def _resumable(self):
-        """The threads that may resume, with their replies set. An empty list: the block is done."""
+        """Return the threads that may resume, with their replies set. An empty list: the block is
+        done."""
         waiting = [t for t in self.threads if t.request]
         if {t.request[0] for t in waiting} <= BLOCK_BARRIERS:
             ready = []
@@ -185,7 +186,7 @@ class Block:
         return []
 
     def _resumable_at_once(self):
-        """The threads that resume from warp functions and polled requests."""
+        """Return the threads that resume from warp functions and polled requests."""
         ready = []
         last = []
         self.eager = True
@@ -216,8 +217,8 @@ class Block:
         return changed
 
     def _poll_waiting(self, copies):
-        """The polled and warpgroup-wide requests that are satisfied. copies: if there are none, a
-        copy completes first."""
+        """Return the polled and warpgroup-wide requests that are satisfied. copies: if there are
+        none, a copy completes first."""
         polling = [t for t in self.threads if t.request and isinstance(t.request[0], Waiting)]
         while polling:
             ready = [t for t in polling if not t.request[0].collective and _guarded(t, _poll, t)]
@@ -279,13 +280,13 @@ class Block:
             observer.meet(threads, *threads[0].request[:2])
 
     def deadlock(self, kind="deadlock") -> DeadlockError:
-        """The report that says where each group of threads waits."""
+        """Return the report that says where each group of threads waits."""
         return deadlocks.report(self, kind)
 
     # ------------------------------------------------------------------------- shared memory
     def shared_array(self, thread, site, shape, dtype):
-        """The array that the line `site` declares. Shape (0,): a view of the block's dynamic shared
-        memory."""
+        """Return the array that the line `site` declares. Shape (0,): a view of the block's dynamic
+        shared memory."""
         if id(site) not in self.shared:
             if shape == (0,):
                 new = self._dynamic_array(dtype)
@@ -338,16 +339,16 @@ def _vote(thread, vote) -> bool:
 
 # ----------------------------------------------------------------------------- one thread
 def _explained(error):
-    """An uninitialized read with the thread that writes the element later, without a barrier in
-    between, if there is one."""
+    """Return an uninitialized read with the thread that writes the element later, without a barrier
+    in between, if there is one."""
     by, memory, key, site, index = error.read
     later = memory.writes.get(key)
-    found = error
+    explained = error
     if later is not None and later[0].thread is not by:
-        found = errors.uninitialized(by, memory, key, site, index, later)
-        found.count = error.count
-    found.read = None
-    return found
+        explained = errors.uninitialized(by, memory, key, site, index, later)
+        explained.count = error.count
+    explained.read = None
+    return explained
 
 
 def _resume(thread):

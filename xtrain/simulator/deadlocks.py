@@ -30,7 +30,7 @@ def report(block, kind) -> DeadlockError:
 
 
 def _groups(block):
-    """A line for each group of threads that are at the same place, and the places."""
+    """Return a line for each group of threads that are at the same place, and the places."""
     places: dict[str, list] = {}
     sites = []
     for thread in block.threads:
@@ -95,12 +95,12 @@ def of_warp(name) -> bool:
 
 
 def spinning(block) -> list:
-    """The threads that wait in a loop."""
+    """Return the threads that wait in a loop."""
     return [t for t in block.threads if t.request and t.request[0] == SPIN]
 
 
 def generators(thread):
-    """The kernel's generator, then those of the device functions on its call stack."""
+    """Yield the kernel's generator, then those of the device functions on its call stack."""
     generator = thread.generator
     while generator is not None:
         yield generator
@@ -108,7 +108,7 @@ def generators(thread):
 
 
 def _lines(thread):
-    """The current line of each generator on the call stack."""
+    """Return the current line of each generator on the call stack."""
     return [
         str(Site(g.gi_code.co_filename, g.gi_frame.f_lineno, 0, "", "")) for g in generators(thread)
     ]

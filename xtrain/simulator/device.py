@@ -216,7 +216,7 @@ class Context:
         return False
 
     def get_max_potential_block_size(self, *args, **kwargs) -> tuple[int, int]:
-        """(the grid that fills the device, the largest block)"""
+        """Return (the grid that fills the device, the largest block)."""
         return DEVICE.MULTIPROCESSOR_COUNT, THREADS_PER_BLOCK
 
     def get_active_blocks_per_multiprocessor(self, func, blocksize, memsize, flags=None) -> int:

@@ -19,7 +19,7 @@ _allocations: dict[int, int] = {}  # address -> end of every live allocation
 
 
 def array_core(a: np.ndarray) -> np.ndarray:
-    """The view of an array without the repetitions along its broadcast axes."""
+    """Return the view of an array without the repetitions along its broadcast axes."""
     if a.size:
         return a[(*(0 if s == 0 else slice(None) for s in a.strides), ...)]
     return a
@@ -38,8 +38,8 @@ def prepare_shape_strides_dtype(shape, strides, dtype, order) -> tuple:
     if order not in ("C", "F"):
         raise ValueError("must be either C/F order")
     lengths = shape if order == "F" else shape[::-1]
-    found = [dtype.itemsize * math.prod(lengths[:axis]) for axis in range(len(shape))]
-    return shape, tuple(found if order == "F" else found[::-1]), dtype
+    steps = [dtype.itemsize * math.prod(lengths[:axis]) for axis in range(len(shape))]
+    return shape, tuple(steps if order == "F" else steps[::-1]), dtype
 
 
 def check_array_compatibility(first, second):
@@ -78,7 +78,7 @@ def allocated() -> int:
 
 
 def _new(shape, dtype, strides=None, order="C") -> np.ndarray:
-    """An unwritten array in new memory."""
+    """Return an unwritten array in new memory."""
     shape, strides, dtype = prepare_shape_strides_dtype(shape, strides, dtype, order)
     if dtype.hasobject:
         raise TypeError(f"an array of {dtype} cannot be on the device")
@@ -96,7 +96,7 @@ def _new(shape, dtype, strides=None, order="C") -> np.ndarray:
 
 
 def _visible(shape, dtype, strides, order) -> np.ndarray:
-    """An unwritten array in new memory that the host and the device access."""
+    """Return an unwritten array in new memory that the host and the device access."""
     a = _new(shape, dtype, strides, order)
     owner = a
     while isinstance(owner.base, np.ndarray):
@@ -144,7 +144,7 @@ class DeviceArray:
 
     @classmethod
     def of(cls, array: np.ndarray, stream=0) -> "DeviceArray":
-        """The device array that is a view of simulated memory."""
+        """Return the device array that is a view of simulated memory."""
         new = cls.__new__(cls)
         new.array, new.stream = array, stream
         return new
@@ -188,7 +188,7 @@ class DeviceArray:
         return self.type_in(frontends.first())
 
     def type_in(self, frontend):
-        """The array's type in numba or in numba-cuda-mlir."""
+        """Return the array's type in numba or in numba-cuda-mlir."""
         dtype = frontend.from_dtype(self.dtype)
         if self.ndim == 0 and self.dtype.names is not None:
             return dtype
@@ -227,7 +227,7 @@ class DeviceArray:
 
     # ------------------------------------------------------------------------- copies
     def copy_to_host(self, ary=None, stream=0):
-        """The array as a NumPy array; `ary`, if given, receives it."""
+        """Return the array as a NumPy array; `ary`, if given, receives it."""
         if any(s < 0 for s in self.strides):
             raise NotImplementedError(
                 f"D->H copy not implemented for negative strides: {self.strides}"
@@ -292,7 +292,7 @@ class DeviceArray:
         mark_written(left)
 
     def _at(self, item) -> np.ndarray:
-        """The view of an index: integers, slices, ellipses, names of fields."""
+        """Return the view of an index: integers, slices, ellipses, names of fields."""
         if isinstance(item, str):  # of a record
             return self.array[item]
         if isinstance(item, tuple):
@@ -326,7 +326,7 @@ class DeviceArray:
         return DeviceArray.of(array, self.stream)
 
     def transpose(self, axes=None):
-        """A transposed copy, as in Numba."""
+        """Return a transposed copy, as in Numba."""
         if axes and tuple(axes) == tuple(range(self.ndim)):
             return self
         if self.ndim != 2:
@@ -368,7 +368,7 @@ class PinnedArray(streams.HostArray):
 
 
 def plain(a):
-    """The same memory as a NumPy array whose accesses are not seen."""
+    """Return the same memory as a NumPy array whose accesses are not seen."""
     return a.view(np.ndarray) if isinstance(a, streams.HostArray) else a
 
 
@@ -377,7 +377,7 @@ def _has_ellipsis(item) -> bool:
 
 
 def host_view(a):
-    """The NumPy array in which a device array is simulated; any other object unchanged."""
+    """Return the NumPy array in which a device array is simulated; any other object unchanged."""
     if isinstance(a, (DeviceArray, SharedArray)):
         return a.array
     if is_cuda_array(a):
@@ -446,7 +446,7 @@ def to_device(obj, stream=0, copy=True, to=None):
 
 
 def auto_device(obj, stream=0, copy=True, user_explicit=False):
-    """(a device array, is it new?)"""
+    """Return (a device array, is it new?)."""
     if isinstance(obj, (DeviceArray, SharedArray)):
         return obj, False
     if is_cuda_array(obj):
@@ -461,12 +461,12 @@ def auto_device(obj, stream=0, copy=True, user_explicit=False):
 
 
 def from_array_like(ary, stream=0, gpu_data=None):
-    """An unwritten device array with the shape and the strides of `ary`."""
+    """Return an unwritten device array with the shape and the strides of `ary`."""
     return DeviceArray(ary.shape, ary.strides, ary.dtype, stream, gpu_data)
 
 
 def from_record_like(rec, stream=0, gpu_data=None):
-    """An unwritten record on the device."""
+    """Return an unwritten record on the device."""
     return DeviceArray((), (), rec.dtype, stream, gpu_data)
 
 

@@ -47,7 +47,7 @@ def _warn(finding):
 
 
 def cooperative_blocks(block) -> int:
-    """How many blocks of this shape are resident at once on the simulated device."""
+    """Return how many blocks of this shape are resident at once on the simulated device."""
     if isinstance(block, tuple):
         threads = math.prod(block)
     else:
@@ -67,8 +67,8 @@ class Overload:
         self.signature = frontend.signature(return_type or frontend.types.void, *argtypes)
 
     def max_cooperative_grid_blocks(self, blockdim, dynsmemsize=0) -> int:
-        """How many blocks are resident at once on the simulated device, by its limits of blocks and
-        threads."""
+        """Return how many blocks are resident at once on the simulated device, by its limits of
+        blocks and threads."""
         return cooperative_blocks(blockdim)
 
     def __getattr__(self, name):
@@ -218,7 +218,8 @@ def _forget_with(code, file):
 
 # ----------------------------------------------------------------------------- arguments
 def _declared(frontend, dispatcher, args):
-    """The declared argument types that a launch uses; None if the kernel was declared without."""
+    """Return the declared argument types that a launch uses; None if the kernel was declared
+    without."""
     if dispatcher._can_compile:
         return None
     given = tuple(_type_of(frontend, a) for a in args)
@@ -230,7 +231,7 @@ def _declared(frontend, dispatcher, args):
 
 
 def _type_of(frontend, a):
-    """The Numba type of an argument."""
+    """Return the Numba type of an argument."""
     _, a = _hint(a)
     if is_cuda_array(a):
         a = auto_device(a)[0]
@@ -240,7 +241,8 @@ def _type_of(frontend, a):
 
 
 def _hint(value):
-    """("in", "out" or "in and out", the array) of cuda.In(x), cuda.Out(x), cuda.InOut(x) and x."""
+    """Return ("in", "out" or "in and out", the array) of cuda.In(x), cuda.Out(x), cuda.InOut(x) and
+    x."""
     for f in frontends.known():
         if isinstance(value, f.ArgHint):
             if isinstance(value, f.In):
@@ -250,8 +252,8 @@ def _hint(value):
 
 
 def _prepare(value, copies_back, stream):
-    """An argument as `run` takes it. copies_back: functions to call after the kernel, for arrays of
-    the host, which are copied in this stream."""
+    """Return an argument as `run` takes it. copies_back: functions to call after the kernel, for
+    arrays of the host, which are copied in this stream."""
     kind, value = _hint(value)
     if isinstance(value, tuple):
         values = [_prepare(v, copies_back, stream) for v in value]
@@ -271,7 +273,7 @@ def _prepare(value, copies_back, stream):
 
 
 def _cast(value, kind):
-    """A number as the type that the signature declares."""
+    """Return a number as the type that the signature declares."""
     if not frontends.is_number(kind):
         return value
     if frontends.is_integer(kind) and isinstance(value, (float, np.floating)):
@@ -284,7 +286,8 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 def _own_frames(trace):
-    """A traceback without the frames of the simulator: the launch, then the lines of the kernel."""
+    """Return a traceback without the frames of the simulator: the launch, then the lines of the
+    kernel."""
     frames = []
     while trace is not None:
         if os.path.dirname(os.path.abspath(trace.tb_frame.f_code.co_filename)) != _FOLDER:
@@ -296,8 +299,8 @@ def _own_frames(trace):
 
 
 def _raised(error):
-    """The Python exception that a kernel with debug=True raised, worded as Numba does it; None if
-    there is none."""
+    """Return the Python exception that a kernel with debug=True raised, worded as Numba does it;
+    None if there is none."""
     cause = error.__cause__
     raised = None
     if cause is not None:

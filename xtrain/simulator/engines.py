@@ -111,7 +111,8 @@ class Engines:
 
     # ------------------------------------------------------------------------- shared memory
     def span(self, thread, address, nbytes, site, align=4):
-        """The words [first, end) of nbytes at an address. Raises OutOfBoundsError or AsyncError."""
+        """Return the words [first, end) of nbytes at an address. Raises OutOfBoundsError or
+        AsyncError."""
         first = int(address) - BASE
         if first < 0 or first + nbytes > len(self.bytes):
             raise OutOfBoundsError(
@@ -125,7 +126,7 @@ class Engines:
         return first // 4, -(-(first + nbytes) // 4)
 
     def error(self, thread, site, text, *others):
-        """An AsyncError that names the function called at `site`; others: earlier sites."""
+        """Return an AsyncError that names the function called at `site`; others: earlier sites."""
         text = f"{site.what} {where(thread, site)}: {thread} at {site}: {text}"
         return AsyncError(text, (*others, site), thread=thread.index)
 
@@ -171,7 +172,7 @@ class Engines:
                 raise self.error(thread, site, text, old)
 
     def _writes_known(self, first, end, known):
-        """The first check of _check_writes for a word or two, without array operations."""
+        """Return the first check of _check_writes for a word or two, without array operations."""
         for k in range(first, end):
             writer = self.writer[k]
             if writer >= 0 and known[writer] < self.when[k]:
@@ -250,8 +251,8 @@ class Engines:
                 barrier.fenced = True
 
     def barrier(self, thread, site, address, engine=False):
-        """The mbarrier at an address. Raises AsyncError if the thread (or the copy engine) may not
-        use it yet."""
+        """Return the mbarrier at an address. Raises AsyncError if the thread (or the copy engine)
+        may not use it yet."""
         barrier = self.barriers.get(int(address))
         if barrier is None:
             raise self.error(thread, site, f"there is no mbarrier at byte {int(address) - BASE}")
@@ -363,7 +364,7 @@ class Engines:
                 self.tell("completed", self.block, "TMA", thread, site)
 
     def plane(self, *key):
-        """A number for a tensor and the plane that a copy reads of it."""
+        """Return a number for a tensor and the plane that a copy reads of it."""
         number = self.planes.setdefault(key, len(self.planes))
         self.planes_of[number] = key
         return number

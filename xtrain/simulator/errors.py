@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 def file_name(path: str) -> str:
-    """The name of a file for a reader; "cell" for a cell of a notebook."""
+    """Return the name of a file for a reader; "cell" for a cell of a notebook."""
     folder, file = os.path.split(path)
     if "ipykernel" in folder:
         return "cell"
@@ -88,8 +88,8 @@ class Reported(frozenset):
 
 
 def reported_kinds(allow=(), enable=()) -> Reported:
-    """The kinds that are reported: those that are on by default and those in `enable`, without
-    those in `allow`. A string "kind:array" in `allow` is for one array of a kernel."""
+    """Return the kinds that are reported: those that are on by default and those in `enable`,
+    without those in `allow`. A string "kind:array" in `allow` is for one array of a kernel."""
     for kind in (*(k.partition(":")[0] for k in allow), *enable):
         if kind not in KINDS:
             raise ValueError(f"{kind!r} is not a kind of finding: use one of {', '.join(KINDS)}")
@@ -207,8 +207,8 @@ def ranges(numbers) -> str:
 
 
 def caller():
-    """The thread whose kernel code runs now, and the Site of its current line; None outside a
-    kernel.
+    """Return the thread whose kernel code runs now, and the Site of its current line; None outside
+    a kernel.
 
     For reports from arithmetic, which does not know its thread.
     """
@@ -244,13 +244,16 @@ def element(site, index) -> str:
 def race(space, then, did, second, does, site, index, kind="race") -> RaceError:
     """then: (mark, site) of the access whose thread `did` ("wrote") what thread `second` now `does`
     ("read")."""
-    (mark, old_site), name = then, element(site, index)
+    mark, old_site = then
+    name = element(site, index)
     first = mark.thread
     it = "it"
     if old_site.what != site.what:  # a view, or two arguments that share memory
-        name, it = old_site.what, f"{name}, the same memory as {old_site.what},"
+        it = f"{name}, the same memory as {old_site.what},"
+        name = old_site.what
     place = where(second, site)
-    a, b = f"{first}", f"{second}"
+    a = f"{first}"
+    b = f"{second}"
     if first.block is not second.block:
         place = f"between blocks {place.rpartition(', block')[0]}"
         a, b = (f"block {t.block.position} {t}" for t in (first, second))
@@ -268,8 +271,8 @@ def race(space, then, did, second, does, site, index, kind="race") -> RaceError:
 
 
 def _call_of_numba(site) -> tuple:
-    """(the program's line that calls the function at `site`), if this is one of Numba's own, such
-    as that of a random number."""
+    """Return (the program's line that calls the function at `site`), if this is one of Numba's own,
+    such as that of a random number."""
     if not NUMBA.search(site.file):
         return ()
     frame: types.FrameType | None = sys._getframe(1)
@@ -282,7 +285,7 @@ def _call_of_numba(site) -> tuple:
 
 
 def _missing_order(space, first, second, kind):
-    """What is missing between two accesses, and what to do."""
+    """Return what is missing between two accesses, and what to do."""
     fence = "threadfence"
     if space == "shared":
         fence = "threadfence_block"
@@ -306,7 +309,8 @@ def _missing_order(space, first, second, kind):
 
 
 def early(thread, does, why, what, site) -> RaceError:
-    """A kernel that overlaps the previous one accesses `what` too early (early.py)."""
+    """Return the error of a kernel that accesses `what` before the previous one has ended
+    (early.py)."""
     return RaceError(
         f"data race between kernels {where(thread, site)}: {thread} {does} {what} at {site}, "
         f"{why}, and has not called wait_for_previous",
@@ -357,7 +361,7 @@ def uninitialized(thread, memory, key, site, index, later=None, use=None):
 
 
 def endless(thread, site, iterations) -> KernelError:
-    """A while loop that has too many iterations."""
+    """Return the error of a while loop that has too many iterations."""
     return KernelError(
         f"endless loop {where(thread, site)}: {thread} starts iteration {iterations:,} of "
         f"{site.what} at {site}: either the loop never ends, or it waits for another thread; the "
@@ -367,7 +371,7 @@ def endless(thread, site, iterations) -> KernelError:
 
 
 def read_only(thread, site, index):
-    """A write to an array that may not be written."""
+    """Return the error of a write to an array that may not be written."""
     return KernelError(
         f"write to a read-only array {where(thread, site)}: {thread} writes "
         f"{element(site, index)} at {site}",
@@ -376,7 +380,7 @@ def read_only(thread, site, index):
 
 
 def negative_index(thread, index, axis_index, size, site):
-    """A computed index that is negative but not below -size."""
+    """Return the error of a computed index that is negative but not below -size."""
     return OutOfBoundsError(
         f"negative index {where(thread, site)}: {thread} uses {element(site, index)} at {site}: "
         f"index {axis_index} is negative (Numba counts it from the end): it wraps around to "
@@ -392,8 +396,8 @@ def numeric(thread, site, kind, text):
 
 
 def out_of_bounds(thread, a, index, site):
-    """An index that does not fit the array: OutOfBoundsError, or KernelError if it is not an
-    integer."""
+    """Return the error of an index that does not fit the array: OutOfBoundsError, or KernelError if
+    it is not an integer."""
     if isinstance(index, tuple):
         axes = index
     else:
@@ -427,7 +431,8 @@ def out_of_bounds(thread, a, index, site):
 
 
 def atomic_kind(thread, site, name, a, kinds):
-    """An atomic that Numba does not have for this dtype. kinds: the dtypes that it has."""
+    """Return the error of an atomic that Numba does not have for this dtype. kinds: those that it
+    has."""
     kind = "bfloat16"
     if a.dtype.str != "|V2":
         kind = a.dtype
@@ -439,7 +444,7 @@ def atomic_kind(thread, site, name, a, kinds):
 
 
 def no_integer(thread, site, vote):
-    """A vote of syncthreads_and, _or or _count that is not an integer."""
+    """Return the error of a vote of syncthreads_and, _or or _count that is not an integer."""
     kind = type(vote).__name__.lower().rstrip("_")
     return KernelError(
         f"{site.what} {where(thread, site)}: it takes an integer, this is a {kind}: write "

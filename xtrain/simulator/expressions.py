@@ -40,8 +40,8 @@ class Expressions(Names):
     """A visit_X method returns the new syntax tree of a node of type X."""
 
     def typed_like(self, node):
-        """An expression that has the type of `node` and reads no memory; None if the source does
-        not show the type."""
+        """Return an expression that has the type of `node` and reads no memory; None if the source
+        does not show the type."""
         if isinstance(node, (ast.Constant, ast.Name)) or self.static(node) is not DYNAMIC:
             return self.visit(node)
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
@@ -90,7 +90,7 @@ class Expressions(Names):
         return self.object(value, node, node.attr)
 
     def cuda_attribute(self, node, name):
-        """The replacement of cuda.<name>; None if it needs none, such as cuda.libdevice."""
+        """Return the replacement of cuda.<name>; None if it needs none, such as cuda.libdevice."""
         if isinstance(node, ast.Name) and frontends.needs_module(self.static(node)):
             raise self.error(node, f"Numba does not compile a bare {node.id}: write cuda.{name}")
         if hasattr(Thread, name):
@@ -116,7 +116,7 @@ class Expressions(Names):
         raise self.error(node, text)
 
     def object(self, value, node, hint):
-        """A global or closure variable."""
+        """Return a global or closure variable."""
         if isinstance(value, np.ndarray):  # Numba copies a global array into constant memory
             return self.call(
                 node, "const_array_like", self.site(node, hint), self.constant(value, node, hint)
@@ -221,8 +221,8 @@ class Expressions(Names):
         return self.call(node, "load", array, index, site)
 
     def index(self, node):
-        """A rewritten index. Literals stay Python integers, because Thread.load converts the index
-        to one anyway."""
+        """Return a rewritten index. Literals stay Python integers, because Thread.load converts the
+        index to one anyway."""
         if isinstance(node, ast.Constant):
             return node
         literal = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)

@@ -80,8 +80,8 @@ class Frontend:
         return _part("numba_cuda_mlir.ufunc_db").is_supported_ufunc(ufunc)
 
     def fitting(self, dispatcher, given: tuple):
-        """The declared types that a launch with arguments of the types `given` uses; None if there
-        are none, or several."""
+        """Return the declared types that a launch with arguments of the types `given` uses; None if
+        there are none, or several."""
         fitting = [kinds for kinds in dispatcher.overloads if len(kinds) == len(given)]
         if hasattr(dispatcher, "_resolve_overload"):  # an MLIRDispatcher
             best, _ = dispatcher._resolve_overload(given, candidate_sig_args=fitting)
@@ -177,7 +177,7 @@ _known: dict[str, Frontend | OwnFrontend] = {}
 
 
 def known() -> list[Frontend | OwnFrontend]:
-    """The frontends that the program has imported, or the first one that is installed."""
+    """Return the frontends that the program has imported, or the first one that is installed."""
     for package in PACKAGES:
         imported = sys.modules.get(f"{package}.cuda")
         if package not in _known and getattr(imported, "__name__", "") == f"{package}.cuda":
@@ -219,7 +219,7 @@ def first() -> Frontend | OwnFrontend:
 
 
 def of(thing) -> Frontend | OwnFrontend:
-    """The frontend of a dispatcher or of a type, by its class."""
+    """Return the frontend of a dispatcher or of a type, by its class."""
     package = type(thing).__module__.partition(".")[0]
     return next((f for f in known() if f.package == package), first())
 

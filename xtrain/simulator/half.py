@@ -20,8 +20,8 @@ _ROUNDINGS = {"": round, "_rn": round, "_rz": math.trunc, "_rd": math.floor, "_r
 
 
 def rounded(x, kind, how=round):
-    """A number in a 16-bit format. how: round (to nearest, ties to even), math.trunc, math.floor or
-    math.ceil."""
+    """Return a number in a 16-bit format. how: round (to nearest, ties to even), math.trunc,
+    math.floor or math.ceil."""
     if isinstance(x, np.integer):
         x = int(x)
     elif not isinstance(x, Fraction):
@@ -123,7 +123,7 @@ _FORMATS |= {np.float16: (11, -24, 16), BFloat16: (8, -133, 128)}
 
 
 def stored(x) -> np.void:
-    """A BFloat16 as its two bytes."""
+    """Return a BFloat16 as its two bytes."""
     return np.void(BFloat16(x).bits.to_bytes(2, "little"))
 
 
@@ -188,7 +188,7 @@ def _tests(f, kind):
 
 
 def of_bf16(name):
-    """A function of BFloat16 numbers, such as "hexp"."""
+    """Return a function of BFloat16 numbers, such as "hexp"."""
     return _rounds(_FUNCTIONS[name], BFloat16)
 
 
@@ -215,18 +215,18 @@ def _conversion(name, kind, cast):
     own = "bfloat16"
     if kind is np.float16:
         own = "half"
-    if found := re.fullmatch(rf"(\w+)2{own}(_r[nzdu])?", name):
-        given = cast(np.dtype(_TYPES[found[1]]))
-        how = _ROUNDINGS[found[2] or ""]
-        return carries(lambda x: kind(rounded(given(x), kind, how)))
-    if found := re.fullmatch(rf"{own}2(float|double|u?(?:char|short|int|ll))(_r[nzdu])?", name):
-        result = cast(np.dtype(_TYPES[found[1]]))
-        how = _WHOLE[found[2] or ""]
+    if match := re.fullmatch(rf"(\w+)2{own}(_r[nzdu])?", name):
+        convert = cast(np.dtype(_TYPES[match[1]]))
+        how = _ROUNDINGS[match[2] or ""]
+        return carries(lambda x: kind(rounded(convert(x), kind, how)))
+    if match := re.fullmatch(rf"{own}2(float|double|u?(?:char|short|int|ll))(_r[nzdu])?", name):
+        result = cast(np.dtype(_TYPES[match[1]]))
+        how = _WHOLE[match[2] or ""]
         return carries(lambda x: result(how(np.float64(kind(x)))))
-    if found := re.fullmatch(rf"{own}_as_(u?short)", name):
-        dtype = np.dtype(_TYPES[found[1]])
+    if match := re.fullmatch(rf"{own}_as_(u?short)", name):
+        dtype = np.dtype(_TYPES[match[1]])
         return carries(lambda x: cast(dtype)(_bits(kind(x)).view(dtype)))
-    if found := re.fullmatch(rf"(u?short)_as_{own}", name):
+    if match := re.fullmatch(rf"(u?short)_as_{own}", name):
         return carries(lambda x: _of_bits(int(x) & 0xFFFF, kind))
     return None
 
@@ -257,8 +257,8 @@ def table(frontend) -> dict:
 
 
 def named(function, cast):
-    """What stands for a function of numba-cuda's modules fp16 and bf16, whose names are __hadd and
-    so on; None for others."""
+    """Return what stands for a function of numba-cuda's modules fp16 and bf16, whose names are
+    __hadd and so on; None for others."""
     module = str(getattr(function, "__module__", None)).rpartition(".")[2]
     kind = {"cuda_fp16": np.float16, "cuda_bf16": BFloat16}.get(module)
     return kind and _function(function.__name__.strip("_"), kind, cast)

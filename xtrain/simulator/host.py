@@ -25,7 +25,7 @@ def _replaced(frontend) -> dict:
     """object -> {name: what takes its place}"""
     dispatcher = frontend.parts.dispatcher
     cudadrv = frontend.parts.cudadrv
-    found = {
+    replaced = {
         dispatcher.CUDADispatcher: {
             "compile": dispatch.compile,
             "compile_device": dispatch.compile_device,
@@ -59,14 +59,14 @@ def _replaced(frontend) -> dict:
         },  # about speed
     }
     if frontend.descriptor is not None:  # numba-cuda-mlir's
-        found[frontend.descriptor.MLIRDispatcher] = {
+        replaced[frontend.descriptor.MLIRDispatcher] = {
             "compile": dispatch.compile,
             "compile_device": dispatch.compile,
             "configure": dispatch.configure,
             "enable_caching": dispatch.enable_caching,
         }
-        found[frontend.descriptor._ForAll] = {"__call__": dispatch.forall}
-    return found
+        replaced[frontend.descriptor._ForAll] = {"__call__": dispatch.forall}
+    return replaced
 
 
 frontends.remove_starters()

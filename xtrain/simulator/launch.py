@@ -65,12 +65,10 @@ class Launch:
         overlap=False,
         reported=None,
         collects=False,
-        resident=None,
         schedule: Schedule | None = None,
     ):
         """reported: the kinds of findings to report, see errors.reported_kinds. collects: continue
         after a finding.
-        resident: blocks that run at a time; None: all that wait for others.
         schedule: the order of blocks and threads; None: by their numbers."""
         self.schedule = schedule
         self.repeats: Launch | None = None  # a launch that has run in another order
@@ -80,31 +78,13 @@ class Launch:
         self.cooperative: int | None = None  # the most blocks of a grid that meets
         self.processes = 1  # for the blocks: processes.py
         self.forked = False  # blocks ran in several processes
-        if reported is None:
-            self.reported = errors.reported_kinds()
-        else:
-            self.reported = reported
-        self.collects, self.resident = collects, resident
+        self.reported = errors.reported_kinds() if reported is None else reported
+        self.collects = collects
+        self.resident: int | None = None  # blocks that run at a time; None: all that wait
         self.found: dict = {}  # (kind, sites) -> KernelError
         self.changes = 0  # atomics that changed memory
-        given = inspect.signature(kernel.py_func).bind(*args).arguments
         self.name = kernel.py_func.__name__
-        for name, value in given.items():
-            if isinstance(value, (list, dict, set, str)):
-                kind = type(value).__name__
-                raise KernelError(
-                    f"{self.name}: {name} is a {kind}: a kernel takes arrays, numbers and tuples"
-                )
-            if isinstance(value, types.FunctionType):
-                raise KernelError(
-                    f"{self.name}: {name} is a Python function: decorate it with "
-                    "@cuda.jit(device=True)"
-                )
-            if isinstance(value, np.ndarray) and not _is_supported(value.dtype):
-                raise KernelError(
-                    f"{self.name}: {name} is an array of {value.dtype}, which Numba does not "
-                    "support"
-                )
+        self._check_arguments(kernel.py_func, args)
         self.grid = grid
         self.block = block
         self.dynamic = int(shared)
@@ -139,6 +119,24 @@ class Launch:
             self.observers += (performance.Performance(self.reported.asked),)
         self.let_next_early = False  # it called let_next_start before it waited itself: early.py
 
+    def _check_arguments(self, function, args):
+        for name, value in inspect.signature(function).bind(*args).arguments.items():
+            if isinstance(value, (list, dict, set, str)):
+                kind = type(value).__name__
+                raise KernelError(
+                    f"{self.name}: {name} is a {kind}: a kernel takes arrays, numbers and tuples"
+                )
+            if isinstance(value, types.FunctionType):
+                raise KernelError(
+                    f"{self.name}: {name} is a Python function: decorate it with "
+                    "@cuda.jit(device=True)"
+                )
+            if isinstance(value, np.ndarray) and not _is_supported(value.dtype):
+                raise KernelError(
+                    f"{self.name}: {name} is an array of {value.dtype}, which Numba does not "
+                    "support"
+                )
+
     def _check_size(self, shared):
         self.threads = math.prod(map(int, self.block))
         text = None
@@ -164,11 +162,11 @@ class Launch:
         warns = errors.KINDS[kind].severity == "warning" and kind not in self.raised
         if not (self.collects or (self.keeps_warnings and warns)):
             raise make()
-        known = self.found.get((kind, sites))
-        if known is None:
+        finding = self.found.get((kind, sites))
+        if finding is None:
             self.found[kind, sites] = make()
         else:
-            known.count += 1
+            finding.count += 1
 
     def findings(self, run=None) -> list[KernelError]:
         """Run all blocks and return the findings. After one that leaves no sensible way to
@@ -193,13 +191,13 @@ class Launch:
             if memory.unwritten is not None:
                 memory.unwritten.remove(memory.written)
         written = [(self.name, m.base, m.granule, m.written) for m in self.memories]
-        given = list(self.given)
+        arguments = list(self.given)
         copies = dict(self.copies)
         if self.let_next_early:
             written += self.previous_writes
-            given += self.previous_args
+            arguments += self.previous_args
             copies = {**self.previous_copies, **copies}
-        previous.last = written, given, copies
+        previous.last = written, arguments, copies
         for observer in self.observers:
             observer.finished(self)
 
@@ -270,12 +268,12 @@ class Launch:
         return self.schedule.order(items)
 
     def given_arrays(self) -> list[np.ndarray]:
-        """The arrays among its arguments."""
+        """Return the arrays among its arguments."""
         return _arrays_in(self.given)
 
     def last_change(self, array, index) -> tuple[str, tuple]:
-        """The name of an argument in the kernel, and the Site of the last change of an element by a
-        kernel."""
+        """Return the name of an argument in the kernel, and the Site of the last change of an
+        element by a kernel."""
         address = array[(*index, None)].__array_interface__["data"][0]
         names = [*inspect.signature(self.translated.function).parameters][1:]
         name = next((n for n, a in zip(names, self.given) if a is array), "an argument")
@@ -287,7 +285,7 @@ class Launch:
         return name, ()
 
     def block_at(self, position) -> "Block":
-        """The block at a position (z, y, x) of the grid."""
+        """Return the block at a position (z, y, x) of the grid."""
         return Block(self, Dim3(*position[::-1]))
 
     def _advance(self, block) -> list:
@@ -306,7 +304,7 @@ class Launch:
             observer.failed(block, error)
 
     def constant(self, values: np.ndarray):
-        """The array in constant memory that stands for a global NumPy array."""
+        """Return the array in constant memory that stands for a global NumPy array."""
         if id(values) not in self.constants:
             self.constants[id(values)] = global_arrays([values])[0]
             self.constants[id(values)].writeable = False
@@ -319,18 +317,19 @@ class Launch:
 
 
 def _arrays_in(args) -> list:
-    """The arrays among the arguments of a kernel, also those in tuples."""
-    found = []
+    """Return the arrays among the arguments of a kernel, also those in tuples."""
+    arrays = []
     for a in args:
         if isinstance(a, np.ndarray):
-            found.append(a)
+            arrays.append(a)
         elif isinstance(a, tuple):
-            found += _arrays_in(a)
-    return found
+            arrays += _arrays_in(a)
+    return arrays
 
 
 def _without_records(value, records):
-    """An argument with an array without axes for each record. Adds (record, array) to `records`."""
+    """Return an argument with an array without axes for each record. Adds (record, array) to
+    `records`."""
     if isinstance(value, np.void) and value.dtype.names:
         records.append((value, np.array(value, value.dtype)))
         return records[-1][1]
@@ -343,7 +342,7 @@ def _without_records(value, records):
 
 
 def _simulated(value, arrays):
-    """An argument as the kernel sees it. arrays: an iterator over the Arrays that stand for
+    """Return an argument as the kernel sees it. arrays: an iterator over the Arrays that stand for
     _arrays_in."""
     if isinstance(value, np.ndarray):
         array = next(arrays)

@@ -19,7 +19,7 @@ from .unset import carries
 
 # ----------------------------------------------------------------------------- rounding
 def _neighbours(x):
-    """The floats around x, in order."""
+    """Return the floats around x, in order."""
     kind = type(x)
     return np.nextafter(x, kind(-math.inf)), x, np.nextafter(x, kind(math.inf))
 
@@ -29,7 +29,7 @@ def _even(x) -> bool:
 
 
 def rounded(value: Fraction, kind, mode: str):
-    """A fraction as a float of this kind. mode: "rn" to nearest, "rd" down, "ru" up, "rz" to
+    """Return a fraction as a float of this kind. mode: "rn" to nearest, "rd" down, "ru" up, "rz" to
     zero."""
     try:
         near = kind(float(value))
@@ -53,8 +53,8 @@ def rounded(value: Fraction, kind, mode: str):
 
 
 def _directed(exact, plain, kind, mode):
-    """A function of floats that is computed as `exact` of fractions, or as `plain` if a number is
-    infinite, NaN or invalid."""
+    """Return a function of floats that is computed as `exact` of fractions, or as `plain` if a
+    number is infinite, NaN or invalid."""
 
     def f(*args):
         try:
@@ -83,7 +83,7 @@ def _directed_sqrt(kind, mode):
 
 
 def _whole(x, mode) -> int:
-    """A finite float as an integer."""
+    """Return a finite float as an integer."""
     if mode == "rn":
         return round(float(x))
     if mode == "rz":
@@ -120,9 +120,9 @@ def _normcdfinv(p):
     return statistics.NormalDist().inv_cdf(p)
 
 
-def _newton(y, error, steps=4):
+def _newton(y, error):
     """Improve a root of a function with the derivative 2 / sqrt(pi) exp(-y^2)."""
-    for _ in range(steps):
+    for _ in range(4):
         y -= error(y) * math.sqrt(math.pi) / 2 * math.exp(y * y)
     return y
 
@@ -168,12 +168,12 @@ def _jn(n, x):
 
 
 @functools.cache
-def _nodes(points):
-    return np.polynomial.legendre.leggauss(points)
+def _nodes():
+    return np.polynomial.legendre.leggauss(400)
 
 
-def _integral(f, a, b, points=400):
-    x, w = _nodes(points)
+def _integral(f, a, b):
+    x, w = _nodes()
     return float((b - a) / 2 * np.sum(w * f((b - a) / 2 * x + (a + b) / 2)))
 
 
@@ -191,7 +191,8 @@ def _yn(n, x):
         for k in range(1, int(n)):
             below, y = y, 2 * k / x * y - below
         return y
-    n, sign = int(n), 1 - 2 * (int(n) & 1)
+    n = int(n)
+    sign = 1 - 2 * (n & 1)
     wave = _integral(lambda t: np.sin(x * np.sin(t) - n * t), 0, math.pi)
     end = math.asinh(745 / x)
     tail = _integral(
@@ -338,67 +339,66 @@ _OPERATIONS = {
 
 
 def _computation(name):
-    """(function, its numbers): what computes the libdevice function of this name. numbers: "float",
-    "int" or "numpy", what the function takes: Python's floats, Python's integers or NumPy's
-    scalars.
-    """
+    """Return (function, its numbers): what computes the libdevice function of this name. numbers:
+    "float", "int" or "numpy", what the function takes: Python's floats, Python's integers or
+    NumPy's scalars."""
     if name in _BITS:
         return _BITS[name], "numpy"
     if name in _INTEGERS:
         return _INTEGERS[name], "int"
-    if found := re.fullmatch(r"(float|double)2(int|uint|ll|ull)_(r.)", name):
-        return _to_integer(*_WIDTHS[found[2]], found[3]), "float"
-    if found := re.fullmatch(r"(int|uint|ll|ull)2(float|double)_(r.)", name):
-        bits, signed = _WIDTHS[found[1]]
-        kind = _KINDS[found[2]]
-        mode = found[3]
+    if match := re.fullmatch(r"(float|double)2(int|uint|ll|ull)_(r.)", name):
+        return _to_integer(*_WIDTHS[match[2]], match[3]), "float"
+    if match := re.fullmatch(r"(int|uint|ll|ull)2(float|double)_(r.)", name):
+        bits, signed = _WIDTHS[match[1]]
+        kind = _KINDS[match[2]]
+        mode = match[3]
         return lambda x: rounded(
             Fraction(int(x) if signed else _unsigned(x, bits)), kind, mode
         ), "int"
-    if found := re.fullmatch(r"double2float_(r.)", name):
-        return _directed(lambda x: x, np.float32, np.float32, found[1]), "numpy"
-    if found := re.fullmatch(r"(f|d)sqrt_(r.)", name):
-        return _directed_sqrt(_KINDS[found[1]], found[2]), "numpy"
-    if found := re.fullmatch(r"fma(f?)(?:_(r.))?", name):
-        if found[1]:
+    if match := re.fullmatch(r"double2float_(r.)", name):
+        return _directed(lambda x: x, np.float32, np.float32, match[1]), "numpy"
+    if match := re.fullmatch(r"(f|d)sqrt_(r.)", name):
+        return _directed_sqrt(_KINDS[match[1]], match[2]), "numpy"
+    if match := re.fullmatch(r"fma(f?)(?:_(r.))?", name):
+        if match[1]:
             kind = np.float32
         else:
             kind = np.float64
-        return _directed(*_OPERATIONS["ma"], kind, found[2] or "rn"), "numpy"
-    if found := re.fullmatch(r"(f|d)(add|sub|mul|div|rcp)_(r.)", name):
-        exact, plain = _OPERATIONS[found[2]]  # IEEE 754 rounds one operation to nearest
-        directed = _directed(exact, plain, _KINDS[found[1]], found[3])
-        return plain if found[3] == "rn" else directed, "numpy"
+        return _directed(*_OPERATIONS["ma"], kind, match[2] or "rn"), "numpy"
+    if match := re.fullmatch(r"(f|d)(add|sub|mul|div|rcp)_(r.)", name):
+        exact, plain = _OPERATIONS[match[2]]  # IEEE 754 rounds one operation to nearest
+        directed = _directed(exact, plain, _KINDS[match[1]], match[3])
+        return plain if match[3] == "rn" else directed, "numpy"
     stem = name.removeprefix("fast_")
     return _FLOATS[stem if stem in _FLOATS else stem.removesuffix("f")], "float"
 
 
 def table(frontend, cast):
-    """(function of cuda.libdevice, what the simulator calls in its place) for all of them. cast:
-    scalars.cast."""
+    """Yield (function of cuda.libdevice, what the simulator calls in its place) for all of them.
+    cast: scalars.cast."""
     for full, (returns, parameters) in frontend.libdevice_functions.items():
         name = full.removeprefix("__nv_")
-        given = [p.ty for p in parameters if not p.is_ptr]
+        arguments = [p.ty for p in parameters if not p.is_ptr]
         results = []
         if str(returns) != "none":
             results = [returns]
         results += [p.ty for p in parameters if p.is_ptr]
-        casts = [[cast(np.dtype(str(t))) for t in types] for types in (given, results)]
+        casts = [[cast(np.dtype(str(t))) for t in types] for types in (arguments, results)]
         function = carries(_typed(*_computation(name), *casts))
         for module in frontend.libdevices:
             yield getattr(module, name), function
 
 
-def _typed(f, numbers, given, results):
+def _typed(f, numbers, arguments, results):
     """f with converted arguments and results."""
     if numbers == "numpy":
-        plain = [g.dtype.type for g in given]
+        plain = [g.dtype.type for g in arguments]
     else:
-        plain = [int if numbers == "int" or g.dtype.kind == "i" else float for g in given]
+        plain = [int if numbers == "int" or g.dtype.kind == "i" else float for g in arguments]
     fallback = getattr(np, _FALLBACK.get(f, ""), None)
 
     def call(*args):
-        args = [p(g(x)) for p, g, x in zip(plain, given, args, strict=True)]
+        args = [p(g(x)) for p, g, x in zip(plain, arguments, args, strict=True)]
         try:
             value = f(*args)
         except (ValueError, OverflowError, ZeroDivisionError):  # a GPU returns NaN or infinity

@@ -38,7 +38,8 @@ class Mark:
         self.clock = clock
 
     def next(self):
-        """The thread's next mark: its later accesses are distinguishable from its earlier ones."""
+        """Return the thread's next mark: its later accesses are distinguishable from its earlier
+        ones."""
         return Mark(self.thread, self.epoch, self.clock + 1)
 
 
@@ -147,7 +148,8 @@ class Memory:
         return {*self.old_reads, *self.old_loads, *self.past_reads, *self.written}
 
     def bytes_up_to(self, keys) -> np.ndarray:
-        """The bytes of global memory up to the last of some sorted keys, a row for each key."""
+        """Return the bytes of global memory up to the last of some sorted keys, a row for each
+        key."""
         size = 0
         if len(keys):
             size = (int(keys[-1]) + 1) * self.granule
@@ -168,8 +170,8 @@ class Memory:
         self.watched = bool(self.old_writes or self.old_reads or self.old_atomics or self.old_loads)
 
     def unordered_atomic(self, key, mark):
-        """The (mark, site, keys) of the last atomic that changed this element, if nothing orders it
-        before `mark`. All earlier ones happen before the last one."""
+        """Return the (mark, site, keys) of the last atomic that changed this element, if nothing
+        orders it before `mark`. All earlier ones happen before the last one."""
         last = self.atomics.get(key) or self.old_atomics.get(key)
         if last is None or in_order(last[0], mark):
             return None
@@ -208,7 +210,7 @@ def share(shadow, key, record, mark, site):
 
 
 def unordered(record, mark):
-    """The (mark, site) in a record that nothing orders before `mark`, or None."""
+    """Return the (mark, site) in a record that nothing orders before `mark`, or None."""
     if record is None:
         return None
     for access in releases.accesses(record):

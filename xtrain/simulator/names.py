@@ -52,7 +52,7 @@ def _set(values, target, value):
 
 
 def parameters(definition) -> set:
-    """The names of the parameters of a function definition."""
+    """Return the names of the parameters of a function definition."""
     return {a.arg for a in ast.walk(definition.args) if isinstance(a, ast.arg)}
 
 
@@ -61,7 +61,7 @@ DYNAMIC = object()  # the value of a name that is not known before the kernel ru
 
 
 def at(new, node):
-    """The new syntax tree with the line and column of `node`."""
+    """Return the new syntax tree with the line and column of `node`."""
     return ast.fix_missing_locations(ast.copy_location(new, node))
 
 
@@ -100,20 +100,20 @@ class Names(ast.NodeTransformer):
         return new
 
     def site(self, node, what):
-        """A global that holds the Site of `node`. what: the array or the function there."""
+        """Return a global that holds the Site of `node`. what: the array or the function there."""
         return self.constant(
             Site(self.file, node.lineno, node.col_offset, self.name, what), node, "site"
         )
 
     def error(self, node, message):
-        """A KernelError at the line of `node`."""
+        """Return a KernelError at the line of `node`."""
         return KernelError(
             f"{self.name}, {message}",
             (Site(self.file, node.lineno, node.col_offset, self.name, ""),),
         )
 
     def constant(self, value, node, hint):
-        """A global of the rewritten function that holds `value`."""
+        """Return a global of the rewritten function that holds `value`."""
         name = f"_{hint}_{len(self.scope)}"
         self.scope[name] = value
         return ast.copy_location(ast.Name(name, ast.Load()), node)
@@ -124,7 +124,7 @@ class Names(ast.NodeTransformer):
         return at(ast.Call(function, list(args), []), node)
 
     def temporary(self):
-        """A new local name."""
+        """Return a new local name."""
         return f"_temporary_{next(self.temporaries)}"
 
     @contextlib.contextmanager
@@ -146,8 +146,8 @@ class Names(ast.NodeTransformer):
         self.name, self.locals, self.waits, self.numbers, self.number_arrays = before
 
     def static(self, node):
-        """The object that a global, a closure variable, an attribute or a member of one refers to;
-        otherwise DYNAMIC."""
+        """Return the object that a global, a closure variable, an attribute or a member of one
+        refers to; otherwise DYNAMIC."""
         if isinstance(node, ast.Name) and node.id not in self.locals:
             return self.names.get(node.id, DYNAMIC)
         if isinstance(node, ast.Attribute):

@@ -99,7 +99,7 @@ def observe(observer: Observer) -> Iterator[Observer]:
 
 
 def current() -> tuple[Observer, ...]:
-    """The observers of a launch that begins now."""
+    """Return the observers of a launch that begins now."""
     return tuple(_observers.list)
 
 
@@ -163,7 +163,7 @@ class _ObservedEarlyThread(_Observed, EarlyThread):
 
 
 def observed(kind: type[Thread]) -> type[Thread]:
-    """The class of threads of an observed launch. kind: Thread or EarlyThread"""
+    """Return the class of threads of an observed launch. kind: Thread or EarlyThread."""
     if kind is EarlyThread:
         return _ObservedEarlyThread
     return _ObservedThread

@@ -36,7 +36,7 @@ class Orders(NamedTuple):
     seeds: range
 
     def reported(self, allow, enable) -> Reported:
-        """The kinds of findings to report."""
+        """Return the kinds of findings to report."""
         if self.seeds:
             reported = reported_kinds(allow, (*enable, "order_dependent"))
         else:
@@ -73,7 +73,8 @@ class Orders(NamedTuple):
 
 
 def orders_of(schedules: int, seed: int | None) -> Orders:
-    """The orders that `run` is asked for. Raises ValueError for numbers that are not positive."""
+    """Return the orders that `run` is asked for. Raises ValueError for numbers that are not
+    positive."""
     if type(schedules) is not int or schedules < 1:
         raise ValueError(f"schedules={schedules!r} is not a positive integer")
     if seed is None:
@@ -127,7 +128,7 @@ def _observe(launch, again):
 
 
 def _with_seed(finding, seed):
-    """The finding, which says how to repeat it."""
+    """Return the finding, which says how to repeat it."""
     finding.args = (
         f"{finding}\n    in another order of blocks and warps, which seed {seed} repeats: "
         f"pytest --cuda-seed {seed}, simulate(seed={seed}) or run(..., seed={seed})",
@@ -147,7 +148,7 @@ def _compare(launch, memory, runs):
 
 
 def _changed(a, b) -> np.ndarray:
-    """The flat indices of the elements that differ in their bits."""
+    """Return the flat indices of the elements that differ in their bits."""
     flat = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b)]
     rows = [x.reshape(a.size, x.size // max(a.size, 1)) for x in flat]
     return np.flatnonzero((rows[0] != rows[1]).any(axis=1))

@@ -60,7 +60,7 @@ class Dispatcher:
         )
 
     def forall(self, ntasks, tpb=0, stream=0, sharedmem=0) -> "ForAll":
-        """A launch of at least `ntasks` threads."""
+        """Return a launch of at least `ntasks` threads."""
         if ntasks < 0:
             raise ValueError(f"Can't create ForAll with negative task count: {ntasks}")
         return ForAll(self, ntasks, tpb, stream, sharedmem)
@@ -117,7 +117,7 @@ def declare_device(name, sig):
 
 
 def normalize_dimensions(griddim, blockdim) -> tuple:
-    """The grid and the block as tuples of three ints."""
+    """Return the grid and the block as tuples of three ints."""
     return tuple(map(_three, (griddim, blockdim), ("griddim", "blockdim")))
 
 
@@ -158,8 +158,8 @@ class Reduce:
         self.functor = functor
 
     def __call__(self, arr, size=None, res=None, init=0, stream=0):
-        """The reduction of the first `size` elements of a one-dimensional array, written to res[0]
-        if `res` is given and returned otherwise."""
+        """Return the reduction of the first `size` elements of a one-dimensional array, written to
+        res[0] if `res` is given and returned otherwise."""
         if arr.ndim != 1:
             raise TypeError("only support 1D array")
         host = host_view(arr)[:size]
@@ -227,18 +227,18 @@ _VECTORS = {  # base of cuda.int32x4 -> base of cuda.int4
 
 
 def _names() -> dict:
-    found: dict = {name: Name(name, name not in _NOT_BARE.split()) for name in _NAMES.split()}
-    found |= {name: Namespace(name, has.split()) for name, has in _NAMESPACES.items()}
+    names: dict = {name: Name(name, name not in _NOT_BARE.split()) for name in _NAMES.split()}
+    names |= {name: Namespace(name, has.split()) for name, has in _NAMESPACES.items()}
     for base, n in itertools.product(_VECTORS, (1, 2, 3, 4)):
-        found[f"{base}x{n}"] = found[f"{_VECTORS[base]}{n}"] = Name(f"{base}x{n}")
+        names[f"{base}x{n}"] = names[f"{_VECTORS[base]}{n}"] = Name(f"{base}x{n}")
         if base in ("int64", "uint64"):
-            found[_VECTORS[base].replace("longlong", "long") + str(n)] = found[f"{base}x{n}"]
+            names[_VECTORS[base].replace("longlong", "long") + str(n)] = names[f"{base}x{n}"]
     libdevice = ModuleType(f"{HOME}.libdevice")
     for name in own_libdevice.functions():
         short = name.removeprefix("__nv_")
         setattr(libdevice, short, Name(f"libdevice.{short}"))
-    found["libdevice"] = libdevice
-    return found
+    names["libdevice"] = libdevice
+    return names
 
 
 globals().update(_names())
@@ -275,7 +275,7 @@ def stand_in():
 
 
 def _module(name: str, **members):
-    """A new module, which `import name` finds."""
+    """Return a new module, which `import name` finds."""
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None, origin=__file__, is_package=True)
     module.__spec__.has_location = True  # an ImportError then names this file

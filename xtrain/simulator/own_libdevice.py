@@ -84,9 +84,9 @@ class Parameter(NamedTuple):
 
 def functions() -> dict:
     """Name, with the prefix __nv_ -> (type of the result, parameters)."""
-    found: dict = {}
+    functions: dict = {}
     for line in TABLE.strip().splitlines():
         kinds, *names = line.split()
         parameters = [Parameter(_TYPES[k.lower()], k.isupper()) for k in kinds[1:]]
-        found |= {f"__nv_{name}": (_TYPES[kinds[0]], parameters) for name in names}
-    return found
+        functions |= {f"__nv_{name}": (_TYPES[kinds[0]], parameters) for name in names}
+    return functions

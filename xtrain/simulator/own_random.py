@@ -23,7 +23,7 @@ TWO_PI = 2 * math.pi
 
 # ----------------------------------------------------------------------------- on the host
 def create_xoroshiro128p_states(n, seed, subsequence_start=0, stream=0):
-    """A device array of n states."""
+    """Return a device array of n states."""
     states = cuda.device_array(n, xoroshiro128p_dtype, stream=stream)
     init_xoroshiro128p_states(states, seed, subsequence_start, stream)
     return states

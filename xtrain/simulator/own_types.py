@@ -132,7 +132,7 @@ class Tuple(Type):
 
 
 def UniTuple(dtype: Type, count: int) -> Tuple:
-    """A tuple of `count` values of one type."""
+    """Return a tuple of `count` values of one type."""
     return Tuple([dtype] * count)
 
 
@@ -156,7 +156,7 @@ NAMED: dict[str, Type] = {n: t for n, t in globals().items() if isinstance(t, Ty
 
 
 def from_dtype(dtype) -> Type:
-    """The type of the elements of an array."""
+    """Return the type of the elements of an array."""
     dtype = np.dtype(dtype)
     if dtype.names is not None:
         return Record(dtype)
@@ -168,14 +168,14 @@ def from_dtype(dtype) -> Type:
 
 
 def as_dtype(kind: Type) -> np.dtype:
-    """The NumPy dtype of a type of numbers or records."""
+    """Return the NumPy dtype of a type of numbers or records."""
     if isinstance(kind, (Number, Boolean, Record)):
         return kind.dtype
     raise NotImplementedError(f"{kind} cannot be represented as a NumPy dtype")
 
 
 def typeof(value) -> Type:
-    """The type of an argument of a kernel."""
+    """Return the type of an argument of a kernel."""
     if value is None:
         return none
     if isinstance(value, bool):
@@ -201,8 +201,8 @@ def typeof(value) -> Type:
 
 
 def normalize_signature(declared) -> tuple[tuple, Type | None]:
-    """(types of the arguments, type of the result or None) of a declared signature: a text, a
-    Signature or a tuple of types."""
+    """Return (types of the arguments, type of the result or None) of a declared signature: a text,
+    a Signature or a tuple of types."""
     if isinstance(declared, str):
         scope = {**NAMED, "Array": Array, "Tuple": Tuple, "UniTuple": UniTuple}
         declared = eval(declared, {"__builtins__": {}}, scope)
@@ -218,7 +218,7 @@ def normalize_signature(declared) -> tuple[tuple, Type | None]:
 
 
 def signature(return_type, *args) -> Signature:
-    """The signature of a function."""
+    """Return the signature of a function."""
     return Signature(return_type, args)
 
 
@@ -227,8 +227,8 @@ SAME, PROMOTE, SAFE, UNSAFE = range(4)
 
 
 def conversion(given: Type, declared: Type) -> int | None:
-    """How a value of the type `given` becomes one of the type `declared`: SAME to UNSAFE, or None
-    if it cannot."""
+    """Return how a value of the type `given` becomes one of the type `declared`: SAME to UNSAFE, or
+    None if it cannot."""
     if given == declared:
         return SAME
     if isinstance(given, Array) and isinstance(declared, Array):
@@ -252,8 +252,8 @@ def conversion(given: Type, declared: Type) -> int | None:
 
 
 def fitting(declared: list[tuple], given: tuple) -> tuple | None:
-    """The declared types of arguments that fit those given best; None if there are none, or two
-    that fit equally."""
+    """Return the declared types of arguments that fit those given best; None if there are none, or
+    two that fit equally."""
     ranked = []
     for kinds in declared:
         each = [conversion(*pair) for pair in zip(given, kinds, strict=True)]

@@ -30,7 +30,7 @@ KINDS = {"bank_conflict", "uncoalesced", "divergent_warp", "float64", "order_dep
 
 
 def passes(words: Iterable[int]) -> int:
-    """The passes that an access of a warp to these 4-byte words of shared memory takes."""
+    """Return the passes that an access of a warp to these 4-byte words of shared memory takes."""
     banks = defaultdict(set)
     for word in words:
         banks[word % BANKS].add(word)
@@ -38,7 +38,7 @@ def passes(words: Iterable[int]) -> int:
 
 
 def sectors(first_bytes: Iterable[int]) -> int:
-    """The 32-byte sectors of an access of a warp to elements that begin at these bytes."""
+    """Return the 32-byte sectors of an access of a warp to elements that begin at these bytes."""
     return len({byte // SECTOR for byte in first_bytes})
 
 

@@ -29,7 +29,7 @@ WORTH = 0.1  # seconds for the blocks after the first; a fork takes some millise
 
 
 def checked(processes: int) -> int:
-    """The number itself. Raises ValueError unless blocks can run in so many processes."""
+    """Return the number itself. Raises ValueError unless blocks can run in so many processes."""
     if type(processes) is not int or processes < 1:
         raise ValueError(f"processes={processes!r} is not a positive integer")
     if processes > 1 and not hasattr(os, "fork"):

@@ -123,20 +123,20 @@ class _Block:
     in_flight: dict[tuple, list[Event]] = field(default_factory=dict)
 
     def begin(self, what: Any = None) -> None:
-        """A new part of the run, unless the current one is of this kind."""
+        """Begin a new part of the run, unless the current one is of this kind."""
         if what is None or what != self.what:
             self.part = self.part + 1
             self.what = what
 
     def runs(self, first: int, end: int) -> bool:
-        """Has one of these threads an event in this part?"""
+        """Return True if one of these threads has an event in this part."""
         return any(some and some[-1].part == self.part for some in self.events[first:end])
 
     def changed(self, thread: Any, frames: list) -> dict[str, Any]:
-        """The local variables of these functions that have other values than at the thread's last
-        event."""
-        known = self.known[thread.index]
-        found = {}
+        """Return the local variables of these functions that have other values than at the thread's
+        last event."""
+        seen = self.known[thread.index]
+        changes = {}
         for depth, frame in enumerate(frames):
             inner = f"{frame.f_code.co_name}." if depth else ""
             for name, value in frame.f_locals.items():
@@ -146,16 +146,16 @@ class _Block:
                     if value.memory.kind != "local" or value.flat.size > MOST_LOCAL:
                         continue
                     value = value.flat.tolist()
-                old = known.get(inner + name)
+                old = seen.get(inner + name)
                 if old is value or (old == value and type(old) is type(value)):
                     continue
                 if value != value and old is not None and old != old:  # NaN
                     continue
-                known[inner + name] = found[inner + name] = value
-        return found
+                seen[inner + name] = changes[inner + name] = value
+        return changes
 
     def add(self, thread: Any, event: Event) -> None:
-        """The thread's next event."""
+        """Append the thread's next event."""
         event.part = self.part
         self.events[thread.index].append(event)
 
@@ -216,8 +216,8 @@ class Recording(Observer):
         if now.arrays[number].bf16 and how != ATOMIC:
             value = (np.uint32(int(value)) << np.uint32(16)).view(np.float32)
         now.begin(RUN)
-        mine = now.events[thread.index]
-        last = mine[-1] if mine else None
+        events = now.events[thread.index]
+        last = events[-1] if events else None
         if (
             last is not None and last.site is site and last.how == how and last.array == number
             and last.elements[-1] + 1 == k and len(last.elements) < width(thread.instruction, size)
@@ -267,28 +267,25 @@ class Recording(Observer):
                 self.ended.append(f"has returned at {thread.left}" if thread.left else "")
 
     def _number(self, block, array, site, k, size):
-        """-> number of the array, flat index of the element in it"""
-        numbers, arrays = block.numbers, block.arrays
+        """Return the number of the array, and the flat index of the element in it."""
         if array.memory.kind == "shared":
             key: Any = id(array.memory), size
-            known = key in numbers
-            if known:
-                name = site.what
-            else:
-                name = _name_in_kernel(array) or site.what
+            name = site.what
+            if key not in block.numbers:
+                name = _name_in_kernel(array) or name
             place = Place(name, "shared", tuple(map(int, array.dims)), size, False)
         else:
             address = array.flat.__array_interface__["data"][0] + k * size
-            found = [p for p in self._parameters if p[0] <= address < p[1]]
-            if not found:  # constant memory
+            holders = [p for p in self._parameters if p[0] <= address < p[1]]
+            if not holders:  # constant memory
                 return -1, 0
-            low, _, place = found[0]
+            low, _, place = holders[0]
             key = low
             k = (address - low) // place.itemsize
-        if key not in numbers:
-            numbers[key] = len(arrays)
-            arrays.append(place)
-        return numbers[key], k
+        if key not in block.numbers:
+            block.numbers[key] = len(block.arrays)
+            block.arrays.append(place)
+        return block.numbers[key], k
 
     # ------------------------------------------------------------------------- asynchronous engines
     def touched(self, thread: Any, first: int, end: int, site: Any, how: str, engine: str) -> None:
@@ -310,13 +307,8 @@ class Recording(Observer):
             now.begin(RUN)
         elif not now.products and (now.what != RUN or now.runs(first, first + WARPGROUP)):
             now.begin()
-        if engine == "wgmma":
-            path = _waiting(thread, how).path
-        else:
-            path = _path(site)
-        values = []
-        if not engine:
-            values = [None] * len(words)
+        path = _waiting(thread, how).path if engine == "wgmma" else _path(site)
+        values = [] if engine else [None] * len(words)
         event = Event(site, path, how, number, [*words], values, engine)
         now.add(thread, event)
         if engine == "wgmma":
@@ -330,10 +322,7 @@ class Recording(Observer):
         self, block: Any, engine: str, thread: Any, site: Any = None, barrier: Any = None
     ) -> None:
         now = self._blocks.get(block)
-        if engine == "wgmma":
-            who = thread.warp
-        else:
-            who = thread
+        who = thread.warp if engine == "wgmma" else thread
         begun = now and now.in_flight.get((engine, who))
         if not now or not begun:  # not recorded
             return
@@ -373,11 +362,11 @@ class Recording(Observer):
 
     # ------------------------------------------------------------------------- in lockstep
     def steps(self) -> list[Step]:
-        """The instructions of all warps, by time."""
+        """Return the instructions of all warps, by time."""
         parts = [_parts(events) for events in self.events]
         warps = [parts[i : i + 32] for i in range(0, len(parts), 32)]
         endings = _parts(self.endings)
-        found = []
+        steps = []
         time = 0
         for part in sorted({*endings}.union(*parts)):
             end = time
@@ -388,26 +377,26 @@ class Recording(Observer):
                     changed = [e.changed for _, e in members]
                     if event.alone:
                         for (_, e), one in zip(members, who):
-                            found.append(Step(time + n, w, e, [one], [e.changed]))
+                            steps.append(Step(time + n, w, e, [one], [e.changed]))
                     else:
-                        found.append(Step(time + n, w, event, who, changed))
+                        steps.append(Step(time + n, w, event, who, changed))
                 end = max(end, time + len(merged))
             for event in endings.get(part, ()):
-                found.append(Step(time, -1, event, []))
+                steps.append(Step(time, -1, event, []))
                 end = max(end, time + 1)
             time = end
-        return sorted(found, key=lambda step: (step.time, step.warp))
+        return sorted(steps, key=lambda step: (step.time, step.warp))
 
 
 # ----------------------------------------------------------------------------- merging the lanes of a warp
 def _parts(events) -> dict[int, list[Event]]:
-    """The events of each part of the run."""
+    """Return the events of each part of the run."""
     return {part: list(some) for part, some in itertools.groupby(events, lambda event: event.part)}
 
 
 @functools.cache
 def _loops_of(file: str) -> list[tuple[int, int]]:
-    """(first line, last line) of every loop in a file, outer loops first."""
+    """Return (first line, last line) of every loop in a file, outer loops first."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
@@ -418,23 +407,23 @@ def _loops_of(file: str) -> list[tuple[int, int]]:
 
 @functools.cache
 def _around(path: tuple[tuple[str, int], ...]) -> tuple:
-    """The loops around a place, outer loops first: (calls that lead to the loop's function, its
-    first line)."""
-    found = []
+    """Return the loops around a place, outer loops first: (calls that lead to the loop's function,
+    its first line)."""
+    loops = []
     for depth, (file, line) in enumerate(path):
         starts = [first for first, last in _loops_of(file) if first <= line <= -last]
-        found += [(path[:depth], first) for first in starts]
-    return tuple(found)
+        loops += [(path[:depth], first) for first in starts]
+    return tuple(loops)
 
 
 def _keyed(events):
-    """-> [(key, event)]. Two lanes execute an instruction together if their keys are equal.
+    """Return [(key, event)]. Two lanes execute an instruction together if their keys are equal.
 
     A key is the position in the source, with the lines of the calls that lead there, and the number
     of the iteration of each loop around it. An iteration begins where a thread goes back in the
     source, or comes to a position for the second time.
     """
-    found: list[tuple] = []
+    keyed: list[tuple] = []
     turns: list[list] = []  # [loop, iteration], outer loops first
     used: set = set()
     before: tuple = ()
@@ -455,12 +444,12 @@ def _keyed(events):
             key = (*key[:-1], key[-1] + 1)
         used.add(key)
         before = event.path
-        found.append((key, event))
-    return found
+        keyed.append((key, event))
+    return keyed
 
 
 def _key(event, turns):
-    """Ordered as in a run of one thread. The last number counts events that are otherwise the
+    """Return a key, ordered as in a run of one thread. The last number counts events that are otherwise the
     same."""
     iterations = tuple((first, n) for (_, first), n in turns)
     at = event.site.column, event.how, event.array
@@ -468,74 +457,72 @@ def _key(event, turns):
 
 
 def _merged(lanes):
-    """Events of the lanes of one warp -> [(event, [(lane, its event)])], in an order that fits
-    every lane.
+    """Return [(event, [(lane, its event)])] of the lanes of one warp, in an order that fits every
+    lane.
 
     An instruction is next if no lane that executes it has another one to execute before.
     """
     keyed = [_keyed(events) for events in lanes]
     where = [{key: i for i, (key, _) in enumerate(lane)} for lane in keyed]
     at = [0] * len(lanes)
-    found = []
+    instructions = []
     while True:
         heads: dict = {}
         for lane, (events, i) in enumerate(zip(keyed, at)):
             if i < len(events):
                 heads.setdefault(events[i][0], []).append(lane)
         if not heads:
-            return found
+            return instructions
         free = [
             key for key, members in heads.items()
             if all(i <= at[lane] or lane in members for lane, places in enumerate(where) if (i := places.get(key, -1)) >= 0)
         ]  # fmt: skip
         key = min(free or heads)
         members = [(lane, keyed[lane][at[lane]][1]) for lane in heads[key]]
-        found.append((members[0][1], members))
+        instructions.append((members[0][1], members))
         for lane in heads[key]:
             at[lane] += 1
 
 
 # ----------------------------------------------------------------------------- places
 def _frames() -> list:
-    """The kernel and the device functions that run now, the kernel first."""
+    """Return the kernel and the device functions that run now, the kernel first."""
     frame: Any = sys._getframe(2)
-    found: list = []
+    frames: list = []
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("_t",):
-            found.append(frame)
-        elif found:
+            frames.append(frame)
+        elif frames:
             break
         frame = frame.f_back
-    return found[::-1]
+    return frames[::-1]
 
 
 def _path(site):
-    """The calls that lead to the access that is observed now, and its line."""
+    """Return the calls that lead to the access that is observed now, and its line."""
     frames = _frames()
     lines = ((f.f_code.co_filename, f.f_lineno) for f in frames[:-1])
     return (*lines, (site.file, site.line))
 
 
 def _name_in_kernel(array):
-    """The kernel's variable for this shared array, which a device function may call otherwise; None
-    if there is none."""
+    """Return the kernel's variable for this shared array, which a device function may call
+    otherwise; None if there is none."""
     frame: Any = sys._getframe(2)
-    found = None
+    name = None
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("_t",):
-            names = [
-                n
-                for n, v in frame.f_locals.items()
-                if type(v) is Array and v.memory is array.memory
-            ]
-            found = names[0] if names else found
+            for local, value in frame.f_locals.items():
+                if type(value) is Array and value.memory is array.memory:
+                    name = local
+                    break
         frame = frame.f_back
-    return found
+    return name
 
 
 def _add_meeting(block, thread, how):
-    """The event of a thread that waits, or has waited until now. Of a product a first lane has it
-    already, see `touched`."""
+    """Add the event of a thread that waits, or has waited until now. Of a product a first lane has
+    it already, see `touched`."""
     event = _waiting(thread, how)
     generator = thread.generator
     frames = []
@@ -555,7 +542,7 @@ def _add_meeting(block, thread, how):
 
 
 def _waiting(thread, how):
-    """The event of a thread that waits, or has waited until now."""
+    """Return the event of a thread that waits, or has waited until now."""
     site = thread.request[1]
     generator = thread.generator
     lines = []
@@ -566,15 +553,15 @@ def _waiting(thread, how):
 
 
 def parameters(launch):
-    """-> [(first byte, end, Place)] of the array arguments"""
-    found = []
+    """Return (first byte, end, Place) of each array argument."""
+    places = []
     names = list(inspect.signature(launch.translated.function).parameters)[1:]  # without the thread
-    for name, given, a in zip(names, launch.given, launch.args):
+    for name, argument, a in zip(names, launch.given, launch.args):
         if isinstance(a, Array):
             low = a.flat.__array_interface__["data"][0]
             shape = tuple(map(int, a.dims))
-            bf16 = is_bits(given)
-            found.append(
+            bf16 = is_bits(argument)
+            places.append(
                 (low, low + a.flat.nbytes, Place(name, "global", shape, a.dtype.itemsize, bf16))
             )
-    return found
+    return places

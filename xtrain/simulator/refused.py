@@ -117,19 +117,20 @@ def _check_attribute(rewriter, node):
     if owner is DYNAMIC and node.attr == "astype":
         raise rewriter.error(node, f"{text} does not compile: convert a number by float32(...)")
     if owner is np and node.attr in _NUMPY.split():
-        instead = "abs"
-        if node.attr not in ("abs", "absolute"):
-            instead = f"math.{node.attr}"
-        known = instead == "abs" or hasattr(math, node.attr)
-        raise rewriter.error(node, f"Numba has no {text} on a GPU" + f": write {instead}" * known)
+        hint = ""
+        if node.attr in ("abs", "absolute"):
+            hint = ": write abs"
+        elif hasattr(math, node.attr):
+            hint = f": write math.{node.attr}"
+        raise rewriter.error(node, f"Numba has no {text} on a GPU{hint}")
     if isinstance(owner, (types.ModuleType, tuple, enum.Enum, enum.EnumMeta)):
         return
     if isinstance(owner, type):
         kind = owner
     else:
         kind = type(owner)
-    known = (*frontends.PACKAGES, frontends.OWN, "numpy", "builtins", "ml_dtypes")
-    if kind.__module__.partition(".")[0] not in known:
+    roots = (*frontends.PACKAGES, frontends.OWN, "numpy", "builtins", "ml_dtypes")
+    if kind.__module__.partition(".")[0] not in roots:
         name = ast.unparse(node.value)
         raise rewriter.error(
             node,

@@ -97,7 +97,7 @@ class Sync:
 
 
 def join(a: dict, b: dict) -> dict:
-    """The view of all that is in `a` or in `b`."""
+    """Return the view of all that is in `a` or in `b`."""
     if not b or a is b:
         return a
     if len(a) < len(b):
@@ -151,7 +151,7 @@ def _sync(thread) -> Sync:
 
 
 def _everything(thread) -> dict:
-    """The view of what happens before now. The thread gets a new mark."""
+    """Return the view of what happens before now. The thread gets a new mark."""
     thread.mark = thread.mark.next()
     block = thread.block
     view = {thread: thread.mark.clock, block: thread.mark.epoch}
@@ -293,7 +293,8 @@ def _by_thread(record):
 
 
 def accesses(record):
-    """The (mark, site) pairs in a record of reads; memory.add_reader describes its layout."""
+    """Return the (mark, site) pairs in a record of reads; memory.add_reader describes its
+    layout."""
     if len(record) == 3:
         return record[2].values()
     if len(record) == 4:

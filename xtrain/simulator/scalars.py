@@ -81,7 +81,7 @@ def _arithmetic(op):
 
 
 def _shift(op):
-    """The left operand determines the type."""
+    """Return the left operand determines the type."""
 
     def forward(self, other):
         if type(other) is Unset:
@@ -147,8 +147,8 @@ def _integer_methods():
 
 
 def _integer(name, base, in_float32=False):
-    """A subclass of a NumPy integer with Numba's arithmetic. in_float32: Numba converts it to
-    float32 next to a float32."""
+    """Return a subclass of a NumPy integer with Numba's arithmetic. in_float32: Numba converts it
+    to float32 next to a float32."""
     unsigned = issubclass(base, np.unsignedinteger)
     more = {"unsigned": unsigned, "in_float32": in_float32, "base": base, "__module__": __name__}
     return type(name, (base,), _integer_methods() | more)  # NumPy allows no second base class
@@ -183,7 +183,7 @@ _INTEGERS = (Int8, Int16, Int32, UInt8, UInt16, UInt32, UInt64)
 
 @functools.cache  # NumPy composes the name of a dtype each time that it is asked
 def dtype_of(kind) -> np.dtype:
-    """The dtype of a Numba type, a NumPy scalar class or a cast of this module."""
+    """Return the dtype of a Numba type, a NumPy scalar class or a cast of this module."""
     if frontends.is_type(kind):
         if kind.name.endswith("bfloat16"):  # numba-cuda's, which NumPy does not know
             return BF16
@@ -195,7 +195,7 @@ def dtype_of(kind) -> np.dtype:
 
 
 def scalar_type(dtype) -> type:
-    """The class of the values of a dtype."""
+    """Return the class of the values of a dtype."""
     dtype = dtype_of(dtype)
     return _SCALARS.get(dtype, dtype.type)
 
@@ -262,7 +262,8 @@ def _report_overflow(x, size):
 
 
 def _to_integer(scalar):
-    """A conversion to an integer type as a GPU does it, which reports floats that do not fit."""
+    """Return a conversion to an integer type as a GPU does it, which reports floats that do not
+    fit."""
     least, most = np.iinfo(scalar).min, np.iinfo(scalar).max
     signed = least < 0
     size = f"{'' if signed else 'u'}int{8 * np.dtype(scalar).itemsize}"
@@ -294,8 +295,8 @@ def _to_integer(scalar):
 
 
 def storing(dtype: np.dtype):
-    """What converts a value before it is stored to an array of this dtype; None if NumPy does. The
-    result is a NumPy scalar."""
+    """Return what converts a value before it is stored to an array of this dtype; None if NumPy
+    does. The result is a NumPy scalar."""
     if dtype.kind == "b":
         return _to_bool
     if dtype == BF16:
@@ -332,7 +333,7 @@ def _to_bf16(x):
 
 
 def typed(value):
-    """A constant or a kernel argument with the type Numba infers for it; other objects
+    """Return a constant or a kernel argument with the type Numba infers for it; other objects
     unchanged."""
     if isinstance(value, (bool, np.bool_)):
         return np.bool_(value)
@@ -354,7 +355,7 @@ def typed(value):
 
 @functools.cache
 def unify(a: type, b: type) -> type:
-    """The common type of min, of max, or of the two sides of a conditional."""
+    """Return the common type of min, of max, or of the two sides of a conditional."""
     return scalar_type(np.result_type(a, b))
 
 

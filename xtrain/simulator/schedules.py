@@ -14,7 +14,7 @@ class Schedule:
         self.random = random.Random(seed)
 
     def order(self, items) -> list:
-        """The same items in the order in which they run."""
+        """Return the same items in the order in which they run."""
         items = [*items]
         self.random.shuffle(items)
         return items

@@ -30,7 +30,7 @@ _active: list[tuple[int, Settings]] = []  # (thread of the host, what it was giv
 
 
 def current() -> Settings:
-    """The settings of this thread of the host; without its own, those of the main thread."""
+    """Return the settings of this thread of the host; without its own, those of the main thread."""
     active = [*_active]
     for wanted in (threading.get_ident(), threading.main_thread().ident):
         for thread, settings in reversed(active):

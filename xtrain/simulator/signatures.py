@@ -13,7 +13,7 @@ from .twins import twin
 
 
 def device_call(rewriter, node, function):
-    """The rewritten call of a @cuda.jit function, with the conversions that its signature
+    """Return the rewritten call of a @cuda.jit function, with the conversions that its signature
     declares."""
     declared = _signature(function)
     if declared is None:
@@ -26,7 +26,7 @@ def device_call(rewriter, node, function):
 
 
 def _signature(function):
-    """The declared signature; None if there is none, or if there are several."""
+    """Return the declared signature; None if there is none, or if there are several."""
     overloads = [*getattr(function, "overloads", {}).values()]
     if getattr(function, "_can_compile", True) or len(overloads) != 1:
         return None

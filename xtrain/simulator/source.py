@@ -95,12 +95,14 @@ def freeze(function):
     Numba does not compile is reported at the launch.
     """
     loads = {i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL"}
-    known = loads <= {*function.__globals__, *vars(builtins)}
+    is_complete = loads <= {*function.__globals__, *vars(builtins)}
     try:
-        known = known and all(c.cell_contents is not None for c in function.__closure__ or ())
+        is_complete = is_complete and all(
+            c.cell_contents is not None for c in function.__closure__ or ()
+        )
     except ValueError:  # an empty cell
-        known = False
-    if known:
+        is_complete = False
+    if is_complete:
         with contextlib.suppress(KernelError):
             translate(function)
             if settings.current().schedules > 1:
@@ -116,16 +118,16 @@ def _translate(function, pauses):
     device_only = refused.check(rewriter, definition)
     rewriter.find_numbers(definition)
     rewriter.find_nested(definition)
-    given = definition.args
-    (given.posonlyargs or given.args).insert(0, ast.arg("_t"))
+    arguments = definition.args
+    (arguments.posonlyargs or arguments.args).insert(0, ast.arg("_t"))
     if ast.get_docstring(definition) is not None:
         definition.body[0] = ast.Pass()
     definition.body = rewriter.block(definition.body)
     # Python has evaluated the defaults: their names may mean something else inside the function.
     values = function.__defaults__ or (), function.__kwdefaults__ or {}
-    given.defaults = [rewriter.object(v, definition, "default") for v in values[0]]
-    names = [a.arg for a in given.kwonlyargs]
-    given.kw_defaults = [
+    arguments.defaults = [rewriter.object(v, definition, "default") for v in values[0]]
+    names = [a.arg for a in arguments.kwonlyargs]
+    arguments.kw_defaults = [
         rewriter.object(values[1][n], definition, n) if n in values[1] else None for n in names
     ]
     module = ast.fix_missing_locations(ast.Module([definition], []))
@@ -137,7 +139,7 @@ def _translate(function, pauses):
 
 
 def _definition(function) -> ast.FunctionDef:
-    """The syntax tree of a function. A lambda becomes a function with a return statement."""
+    """Return the syntax tree of a function. A lambda becomes a function with a return statement."""
     if function.__name__ == "<lambda>":
         return _lambda(function)
     try:
@@ -155,16 +157,16 @@ def _definition(function) -> ast.FunctionDef:
 def _lambda(function):
     code = function.__code__
     tree = ast.parse("".join(linecache.getlines(code.co_filename, function.__globals__)) or "0")
-    found = [
+    lambdas = [
         n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == code.co_firstlineno
     ]
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    found = [n for n in found if {*names} == parameters(n)]
-    if len(found) != 1:
+    lambdas = [n for n in lambdas if {*names} == parameters(n)]
+    if len(lambdas) != 1:
         raise KernelError(
             f"no source for the lambda in line {code.co_firstlineno} of {code.co_filename}: use def"
         )
-    (node,) = found
+    (node,) = lambdas
     definition = ast.FunctionDef(
         "lambda_", node.args, [at(ast.Return(node.body), node.body)], [], None
     )
@@ -297,7 +299,7 @@ class _Rewriter(Expressions):
         return node
 
     def wait(self, node, name):
-        """A call of a barrier or a warp function: the scheduler sends its result."""
+        """Return a call of a barrier or a warp function: the scheduler sends its result."""
         wanted = PARAMETERS[name]
         given = {k.arg: k.value for k in node.keywords}
         known = name.startswith(("shfl", "syncthreads")) and set(given) == {
@@ -318,7 +320,7 @@ class _Rewriter(Expressions):
         return at(ast.Yield(at(ast.Tuple(request, ast.Load()), node)), node)
 
     def intrinsic(self, node, function):
-        """A call of a function that `simulates` registered."""
+        """Return a call of a function that `simulates` registered."""
         for position in getattr(
             function, "literals", ()
         ):  # arguments that Numba needs as constants
@@ -337,7 +339,7 @@ class _Rewriter(Expressions):
         return call
 
     def device_function(self, node, function):
-        """A call of a @cuda.jit function."""
+        """Return a call of a @cuda.jit function."""
         translated = translate(function, self.pauses)
         if translated is None:  # it calls itself, perhaps by way of another function
             later = self.constant(self.static(node.func), node, function.__name__)
@@ -467,8 +469,8 @@ class _Rewriter(Expressions):
         return [at(ast.Assign([left], self.site(node, "return")), node), node]
 
     def store(self, target, value):
-        """A statement for `target[...] = value` or `target.name = value`; value is a rewritten
-        expression."""
+        """Return a statement for `target[...] = value` or `target.name = value`; value is a
+        rewritten expression."""
         if isinstance(target, ast.Attribute):
             site = self.site(target, ast.unparse(target))
             args = self.visit(target.value), at(ast.Constant(target.attr), target), value, site

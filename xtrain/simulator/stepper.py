@@ -36,7 +36,7 @@ class Stepper(Recording):
     """A recording that can be looked at. In a notebook it shows itself."""
 
     def page(self) -> str:
-        """The page: HTML that needs nothing else."""
+        """Return the page: HTML that needs nothing else."""
         data = json.dumps(compact(contents(self)), separators=(",", ":"))
         data = data.replace("<", "\\u003c")
         if self.launch:
@@ -61,7 +61,7 @@ class Stepper(Recording):
         return f'<{name}, block {self.position}, {len(times)} steps: save("FILE.html") writes them as a page>'
 
     def _repr_html_(self) -> str:
-        """The page in a frame, apart from the notebook's own styles and scripts."""
+        """Return the page in a frame, apart from the notebook's own styles and scripts."""
         return (
             f'<iframe srcdoc="{html.escape(self.page())}" title="the threads of a block, step by step" '
             f'style="width:100%;height:{HEIGHT}px;box-sizing:border-box;border:1px solid #8884;'
@@ -70,7 +70,7 @@ class Stepper(Recording):
 
 
 def contents(recording: Recording) -> dict[str, Any]:
-    """What the page shows, as JSON has it."""
+    """Return what the page shows, as JSON has it."""
     steps = recording.steps()
     launch = recording.launch
     paths = [step.event.path for step in steps]
@@ -105,16 +105,20 @@ def contents(recording: Recording) -> dict[str, Any]:
 
 
 def compact(page: dict[str, Any]) -> dict[str, Any]:
-    """The same in fewer bytes: [first, step, count] in a dict for numbers in equal steps, and no
-    values of reads that find what is known of their elements. stepper.html undoes it."""
-    known: dict[tuple[int, int], Any] = {}
+    """Return the same in fewer bytes: [first, step, count] in a dict for numbers in equal steps,
+    and no values of reads that find what is known of their elements. stepper.html undoes it."""
+    last_values: dict[tuple[int, int], Any] = {}
     for step in page["steps"]:
         elements = [(step["a"], k) for k in step["e"]]
         values = step["v"]
-        if step["h"] == "read" and values and values == [known.get(e, known) for e in elements]:
+        if (
+            step["h"] == "read"
+            and values
+            and values == [last_values.get(e, last_values) for e in elements]
+        ):
             del step["v"]
         elif len(values) == len(elements) and step["h"] != "atomic":
-            known.update(zip(elements, values))
+            last_values.update(zip(elements, values))
         for name in ("l", "e"):
             step[name] = _sequence(step[name])
     return page
@@ -128,17 +132,17 @@ def _sequence(numbers: list[int]) -> list[int] | dict[str, list[int]]:
 
 
 def _variables(step: Step) -> list[list[Any]]:
-    """[name, value] of the local variables that have changed; a list of values, None for a lane
-    where it has not, if they differ."""
+    """Return [name, value] of the local variables that have changed; a list of values, None for a
+    lane where it has not, if they differ."""
     names = dict.fromkeys(name for lane in step.changed for name in lane)
-    found: list[list[Any]] = []
+    changes: list[list[Any]] = []
     for name in names:
         values = [_variable(lane.get(name)) for lane in step.changed]
         if all(value == values[0] for value in values):
-            found.append([name, values[0]])
+            changes.append([name, values[0]])
         else:
-            found.append([name, values])
-    return found
+            changes.append([name, values])
+    return changes
 
 
 def _variable(value):
@@ -159,11 +163,11 @@ def _step(step: Step, path: list) -> dict[str, Any]:
     lanes = []
     elements = []
     values = []
-    for thread, some, found in step.lanes:
+    for thread, some, written in step.lanes:
         some = [] if step.event.engine else some
         lanes += [thread] * max(1, len(some))
         elements += some
-        values += [_number(v) for v in found]
+        values += [_number(v) for v in written]
     barrier = step.event.how in BLOCK_BARRIERS
     return dict(
         t=step.time, w=step.warp, p=path, h=step.event.how, a=step.event.array, b=barrier, l=lanes, e=elements, v=values,
@@ -172,7 +176,7 @@ def _step(step: Step, path: list) -> dict[str, Any]:
 
 
 def _asynchronous(steps: list[Step]) -> list[dict[str, Any]]:
-    """What the asynchronous engines (engines.py) do in each step.
+    """Return what the asynchronous engines (engines.py) do in each step.
 
     n: engine.
     r: the words of an access that begins here, [[first, end], ...].
@@ -187,7 +191,7 @@ def _asynchronous(steps: list[Step]) -> list[dict[str, Any]]:
     begun = {step.event: [step.time, _runs(step.event.elements)] for step in some}
     # byte -> arrivals of a phase; phase, arrivals and bytes expected
     barriers: dict[int, list[int]] = {}
-    found = []
+    all_facts = []
     for step in steps:
         event = step.event
         facts: dict[str, Any] = {}
@@ -205,19 +209,19 @@ def _asynchronous(steps: list[Step]) -> list[dict[str, Any]]:
             facts["m"] = [byte, *state[1:]]
         if event.phase is not None:
             facts["f"] = event.phase
-        found.append(facts)
-    return found
+        all_facts.append(facts)
+    return all_facts
 
 
 def _runs(words: list[int]) -> list[list[int]]:
-    """[[first, end], ...] of consecutive words"""
+    """Return [[first, end], ...] of consecutive words."""
     in_order = np.unique(words)
     cuts = np.flatnonzero(np.diff(in_order) != 1) + 1
     return [[int(run[0]), int(run[-1]) + 1] for run in np.split(in_order, cuts) if len(run)]
 
 
 def _number(value):
-    """A value with four digits, as JSON has numbers; text for what JSON has not."""
+    """Return a value with four digits, as JSON has numbers; text for what JSON has not."""
     if isinstance(value, Unset):
         return "not written"
     if isinstance(value, (bool, np.bool_)):
@@ -235,16 +239,16 @@ def _number(value):
 
 
 def _error(recording: Recording, steps: list[Step], lines) -> dict[str, Any] | None:
-    """The error's text and lines, and where it shows: time, thread, cells, one sentence. time -1:
-    nowhere."""
+    """Return the error's text and lines, and where it shows: time, thread, cells, one sentence.
+    time -1: nowhere."""
     error = recording.error
     if error is None:
         return None
-    found: dict[str, Any] = {
+    shown: dict[str, Any] = {
         "text": str(error),
         "lines": lines([(s.file, s.line) for s in error.sites]),
     }
-    found |= {
+    shown |= {
         "time": steps[-1].time if steps else -1,
         "thread": -1,
         "cells": [],
@@ -253,11 +257,11 @@ def _error(recording: Recording, steps: list[Step], lines) -> dict[str, Any] | N
     }
     thread = error.thread
     if thread is None or not recording.events[thread]:
-        return found
+        return shown
     event = recording.events[thread][-1]
     times = [s.time for s in steps for lane in s.lanes if lane[0] == thread]
     who = {"": f"thread {thread}", "TMA": f"the copy of thread {thread}", "wgmma": "the product"}
-    found |= {
+    shown |= {
         "time": times[-1],
         "thread": thread,
         "told": f"{who[event.engine]} causes the error here",
@@ -270,12 +274,12 @@ def _error(recording: Recording, steps: list[Step], lines) -> dict[str, Any] | N
         others = _others(steps, thread, event, wrong, error)
         if others:
             other, common = others[-1]
-            found["told"] += f"; the other access {_since(other)} step {other.time + 1}"
+            shown["told"] += f"; the other access {_since(other)} step {other.time + 1}"
             wrong = common
         if recording.arrays[event.array].kind == "bytes":
             wrong = {k // WORDS * WORDS for k in wrong}
-        found["cells"] = [[event.array, k] for k in sorted(wrong)]
-    return found
+        shown["cells"] = [[event.array, k] for k in sorted(wrong)]
+    return shown
 
 
 def _since(step: Step) -> str:
@@ -287,28 +291,28 @@ def _since(step: Step) -> str:
 
 
 def _others(steps, thread, event: Event, wrong: set[int], error) -> list[tuple[Step, set[int]]]:
-    """The steps in which others access elements of the error, at the other place that it names; and
-    these elements."""
+    """Return the steps in which others access elements of the error, at the other place that it
+    names; and these elements."""
     places = {site for site in error.sites if site != event.site}
     if isinstance(error, RaceError):
         places = places or {event.site}
-    found = []
+    accesses = []
     for step in steps:
         if step.event.array == event.array and step.event.site in places:
             lanes = (some for n, some, _ in step.lanes if n != thread or step.event.engine)
             common = wrong.intersection(set().union(*lanes))
             if common:
-                found.append((step, common))
-    return found
+                accesses.append((step, common))
+    return accesses
 
 
 # ----------------------------------------------------------------------------- the source
 def _files(places: Iterable[tuple[str, int]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """[(file, functions that contain one of the places)], in the order of the places"""
+    """Return [(file, functions that contain one of the places)], in the order of the places."""
     lines: dict[str, list[int]] = {}
     for file, line in places:
         lines.setdefault(file, []).append(line)
-    found = []
+    files = []
     for file, group in lines.items():
         text = linecache.getlines(file)
         spans = _functions(text)
@@ -325,12 +329,12 @@ def _files(places: Iterable[tuple[str, int]]) -> list[tuple[str, list[dict[str, 
             {"first": first, "lines": [line.rstrip("\n") for line in text[first - 1 : end]]}
             for first, end in outer
         ]  # fmt: skip
-        found.append((file, parts))
-    return found
+        files.append((file, parts))
+    return files
 
 
 def _counters(part: dict[str, Any]) -> set[str]:
-    """The variables of the for loops of a function."""
+    """Return the variables of the for loops of a function."""
     try:
         tree = ast.parse(textwrap.dedent("\n".join(part["lines"])))
     except SyntaxError:
@@ -340,7 +344,7 @@ def _counters(part: dict[str, Any]) -> set[str]:
 
 
 def _functions(text: list[str]) -> list[tuple[int, int]]:
-    """(first line, last line) of every function, with its decorators."""
+    """Return (first line, last line) of every function, with its decorators."""
     try:
         tree = ast.parse("".join(text))
     except SyntaxError:

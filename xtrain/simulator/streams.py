@@ -103,12 +103,12 @@ _visible: list[tuple[int, int]] = []  # memory that the host and the device acce
 
 def reset() -> None:
     """Forget everything: a new program."""
-    for known in (_clocks, _host, _log):
-        known.clear()
+    for state in (_clocks, _host, _log):
+        state.clear()
 
 
 def number(stream: Any) -> int:
-    """The number of a stream; DEFAULT for the default stream in all its forms."""
+    """Return the number of a stream; DEFAULT for the default stream in all its forms."""
     try:
         handle = int(stream)
     except (TypeError, ValueError):
@@ -122,7 +122,7 @@ def _join(clock, other):
 
 
 def _before_next(stream) -> dict[int, int]:
-    """The clock of a stream, with what precedes its next operation."""
+    """Return the clock of a stream, with what precedes its next operation."""
     clock = _clocks.setdefault(stream, {})
     _join(clock, _host)
     if stream == DEFAULT:
@@ -297,7 +297,7 @@ def _is_visible(part) -> bool:
 
 
 def site(what: str) -> Site:
-    """The line of the program that calls numba.cuda now."""
+    """Return the line of the program that calls numba.cuda now."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and _is_library(frame):
         frame = frame.f_back
@@ -315,12 +315,12 @@ class HostArray(np.ndarray):
     """An array that operations in flight may access: pinned, mapped or managed memory."""
 
     def __getitem__(self, index):
-        found = super().__getitem__(index)
-        if not isinstance(found, np.ndarray):
+        item = super().__getitem__(index)
+        if not isinstance(item, np.ndarray):
             host_accesses(_element(self, index), False)
-        elif found.base is None or not np.may_share_memory(_plain(found), _plain(self)):
+        elif item.base is None or not np.may_share_memory(_plain(item), _plain(self)):
             host_accesses(_plain(self), False)
-        return found
+        return item
 
     def __setitem__(self, index, value):
         if isinstance(value, HostArray):
@@ -367,7 +367,7 @@ def _plain(x):
 
 
 def _seen(value):
-    """The arguments of a function of NumPy that reads them."""
+    """Return the arguments of a function of NumPy that reads them."""
     if isinstance(value, HostArray):
         host_accesses(_plain(value), False)
         return _plain(value)

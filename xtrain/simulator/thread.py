@@ -205,7 +205,7 @@ class Thread(Accesses):
 
     # ------------------------------------------------------------------------- positions
     def grid(self, ndim):
-        """The thread's position in the grid: int64, or a tuple of ndim int64."""
+        """Return the thread's position in the grid: int64, or a tuple of ndim int64."""
         if ndim == 1:
             return np.int64(int(self.blockIdx.x) * int(self.blockDim.x) + int(self.threadIdx.x))
         axes = zip(self.blockIdx, self.blockDim, self.threadIdx)
@@ -301,7 +301,7 @@ class Thread(Accesses):
         return True
 
     def turns(self, site, waits, stores, only_waits):
-        """A function that a while loop calls in each iteration.
+        """Return a function that a while loop calls in each iteration.
 
         It returns True, or False where the thread lets others run first (SPIN): every SPIN_TURNS
         iterations of a loop that accesses memory (`waits`), every iteration if they all do the same
@@ -337,13 +337,16 @@ class Thread(Accesses):
 
 
 def _state_of(frame):
-    """The local variables of a thread. Numbers are compared by value, all else by identity."""
+    """Return the local variables of a thread. Numbers are compared by value, all else by
+    identity."""
     values = []
     for name, x in frame.f_locals.items():
-        same = isinstance(x, (np.generic, int, float))
-        values.append(
-            (name, type(x), x.tobytes() if isinstance(x, np.generic) else x if same else id(x))
-        )
+        value: Any = id(x)
+        if isinstance(x, np.generic):
+            value = x.tobytes()
+        elif isinstance(x, (int, float)):
+            value = x
+        values.append((name, type(x), value))
     return values
 
 

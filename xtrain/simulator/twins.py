@@ -168,9 +168,8 @@ def _float_of(args):
     return np.float64
 
 
-def _float_function(name, f, scalar=None):
-    """f computed in float64 and rounded to `scalar`; by default to the type that Numba gives the
-    result."""
+def _float_function(name, f):
+    """Return f computed in float64 and rounded to the type that Numba gives the result."""
     fallback = getattr(np, _NUMPY_NAMES.get(name, name), lambda *args: math.nan)
 
     def call(*args):
@@ -180,7 +179,7 @@ def _float_function(name, f, scalar=None):
             return carried(call, *args)
         except (ValueError, OverflowError, ZeroDivisionError):  # a GPU returns NaN or infinity
             y = fallback(*map(np.float64, args))
-        return (scalar or _float_of(args))(y)
+        return _float_of(args)(y)
 
     return call
 
@@ -240,7 +239,8 @@ def learn():
 
 @functools.cache
 def _ufunc(f):
-    """A NumPy function of numbers. The integers of this module are NumPy's while it computes."""
+    """Return a NumPy function of numbers. The integers of this module are NumPy's while it
+    computes."""
 
     def call(*args):
         args = [x.base(x) if isinstance(x, _INTEGERS) else half.wide(x) for x in args]
@@ -250,7 +250,7 @@ def _ufunc(f):
 
 
 def twin(obj):
-    """What replaces obj in a simulated kernel; obj itself if it needs no replacement."""
+    """Return what replaces obj in a simulated kernel; obj itself if it needs no replacement."""
     if frontends.is_type(obj) or (isinstance(obj, type) and issubclass(obj, np.generic)):
         return TWINS.get(obj) or cast(dtype_of(obj))
     if isinstance(obj, np.ufunc):

@@ -14,7 +14,7 @@ _marked: dict = {}
 
 
 def extent(a):
-    """The addresses of the first byte of an array and of the byte after its last."""
+    """Return the addresses of the first byte of an array and of the byte after its last."""
     low = high = a.__array_interface__["data"][0]
     if a.size == 0:
         return low, low
@@ -58,7 +58,7 @@ def mark_written(a):
 
 
 def _span(a, owner):
-    """The bytes from the first to the last byte of a, in the memory of its owner."""
+    """Return the bytes from the first to the last byte of a, in the memory of its owner."""
     low, high = extent(a)
     return slice(low - _address(owner), high - _address(owner))
 
@@ -84,7 +84,7 @@ class Unwritten:
 
 
 def of(a, base, granule):
-    """The Unwritten of an array's memory; None if nothing in it is unwritten."""
+    """Return the Unwritten of an array's memory; None if nothing in it is unwritten."""
     if not _marked:
         return None
     owner = _owner(a)

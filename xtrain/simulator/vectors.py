@@ -9,7 +9,7 @@ _BASES = "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 floa
 
 
 def _vector(name, n, convert):
-    """What makes a vector of n components from numbers and other vectors."""
+    """Return what makes a vector of n components from numbers and other vectors."""
     kind = namedtuple(name, ["x", "y", "z", "w"][:n])
 
     def make(*parts):
@@ -23,10 +23,10 @@ def _vector(name, n, convert):
 
 def table(frontend, cast) -> dict:
     """Vector type of `cuda` -> what makes one. cast: scalars.cast."""
-    found = {}
+    makers = {}
     for base, n in itertools.product(_BASES.split(), (1, 2, 3, 4)):
         name = f"{base}x{n}"
         for cuda in frontend.modules:
             if hasattr(cuda, name):
-                found[getattr(cuda, name)] = _vector(name, n, cast(np.dtype(base)))
-    return found
+                makers[getattr(cuda, name)] = _vector(name, n, cast(np.dtype(base)))
+    return makers

@@ -88,8 +88,8 @@ def _call(name, lanes):
 
 
 def _together(thread, waiting) -> int:
-    """The lanes that call activemask together: those that wait at the same call. A GPU may also
-    split them."""
+    """Return the lanes that call activemask together: those that wait at the same call. A GPU may
+    also split them."""
     site = thread.request[1]
     lanes = [t for t in waiting if t.request[:2] == ("activemask", site)]
     return _bits(lanes)
@@ -163,9 +163,8 @@ def _shuffle(lanes, args, source):
 
 
 def _one_type(lanes, kinds):
-    """The type to which shuffled values are converted; None: unchanged. If some lanes hold int32
-    and others int64, Numba uses int64 in all lanes.
-    """
+    """Return the type to which shuffled values are converted; None: unchanged. If some lanes hold
+    int32 and others int64, Numba uses int64 in all lanes."""
     if len(kinds) == 1:
         return _SHUFFLED.get(*kinds)
     kind = functools.reduce(unify, kinds)

@@ -88,7 +88,7 @@ class Snapshot:
         return sum(x.nbytes for group in groups for x in group.values())
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The interface of a model that huggingface.write_files needs."""
+        """Return the interface of a model that huggingface.write_files needs."""
         return ((name, Tensor(values)) for name, values in self.tensors.items())
 
 

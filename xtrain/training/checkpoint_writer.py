@@ -65,7 +65,8 @@ class CheckpointWriter:
         self.thread.start()
 
     def busy(self, seconds: float = 0.0) -> bool:
-        """Is a checkpoint still being written after waiting for at most `seconds`?"""
+        """Return True if a checkpoint is still being written after waiting for at most
+        `seconds`."""
         if self.thread is not None:
             self.thread.join(seconds)
             if self.thread.is_alive():

@@ -170,8 +170,8 @@ class Loop:
         raise error
 
     def stop_requested(self) -> bool:
-        """Has any rank received a stop request? Raises, on every rank, an error of the checkpoint
-        writer."""
+        """Return True if any rank has received a stop request. Raises, on every rank, an error of
+        the checkpoint writer."""
         flags = [self.stop.after_step(self.writer.seconds), self.writer.failed]
         requested, failed = self.run.ranks.sum([float(flag) for flag in flags])
         if failed:
@@ -226,19 +226,19 @@ class Loop:
             return False
         name = c.best or run.metric
         try:
-            found = run.ranks.on_rank_0(lambda: progress(self.log.metrics, name, run.done))
+            best = run.ranks.on_rank_0(lambda: progress(self.log.metrics, name, run.done))
         except UserError:  # the steps so far are not to blame
             self.save()
             raise
-        self.enough = bool(c.patience) and found.since_best >= c.patience
+        self.enough = bool(c.patience) and best.since_best >= c.patience
         if self.enough:
-            run.ended = f"{found.since_best} measurements without a better {name}"
+            run.ended = f"{best.since_best} measurements without a better {name}"
         if c.best is None:
             return False
         run.val_loss = None
-        if found.score is not None:
-            run.val_loss = run.done, found.score
-        return found.since_best == 0 and found.score is not None
+        if best.score is not None:
+            run.val_loss = run.done, best.score
+        return best.since_best == 0 and best.score is not None
 
     def save(self) -> None:
         """Begin to write a checkpoint."""
@@ -315,8 +315,7 @@ class Loop:
                     f"{c.max_skips} steps in a row were skipped (--max-skips), the last at step "
                     f"{step.step}: {skipped}. First "
                     f"value that is not finite: {run.explain(step.step)}. Resume from the last "
-                    "checkpoint with a smaller --lr "
-                    "(--resume --allow-change lr)"
+                    "checkpoint with a smaller --lr (--resume --allow-change lr)"
                 )
         steps.clear()
 

@@ -7,7 +7,8 @@ SMOOTHING = 0.05  # weight of the newest loss in the running mean
 
 
 def is_number(x: Any) -> bool:
-    """Is x a number that can be drawn? The user may have edited the log, so x may be anything."""
+    """Return True if x is a number that can be drawn. The user may have edited the log, so x may be
+    anything."""
     return isinstance(x, (int, float)) and abs(x) < 1e300
 
 

@@ -224,7 +224,8 @@ class Meter:
         self.live += size
         scope = self.scopes[-1]
         if self.live > self.peak:
-            self.peak, self.kinds = self.live, dict(self.now)
+            self.peak = self.live
+            self.kinds = dict(self.now)
             self.op = " ".join(filter(None, scope))
         if self.timeline is not None:
             self.timeline.append((scope, dict(self.now)))
@@ -283,7 +284,8 @@ class MetaArray:
         self.ndim = len(shape)
         self.size = math.prod(shape)
         self.itemsize = self.dtype.itemsize
-        self.nbytes, dense = self.size * self.itemsize, _dense(shape, self.itemsize)
+        self.nbytes = self.size * self.itemsize
+        dense = _dense(shape, self.itemsize)
         self.strides = dense if strides is None else strides
         apart = [s for s, n in zip(self.strides, shape) if n > 1]
         contiguous = not self.size or apart == [s for s, n in zip(dense, shape) if n > 1]
@@ -494,19 +496,13 @@ def measure(
     seq_len: int,
     precision: str = "fp32",
     recompute: str = "none",
-    accumulate: int = 1,
-    lora: int = 0,
-    optimizer: str = "adamw",
-    ema: float = 0.0,
-    fp8_head: bool = False,
 ) -> int:
-    """Run the same steps on the GPU -> the most bytes that CuPy's pool reserved, to compare with
-    Plan.reserved."""
+    """Run the same steps on the GPU. Return the most bytes that CuPy's pool reserved, to compare
+    with Plan.reserved."""
     gpu = device.cupy().cuda
     pool = gpu.MemoryPool()  # the workspace of cuBLAS comes from the default pool
     with gpu.using_allocator(pool.malloc):
-        shape = config, batch, seq_len, precision, recompute
-        run = _run(*shape, accumulate, lora, optimizer, ema, fp8_head)
+        run = _run(config, batch, seq_len, precision, recompute)
         peak = 0
         for _ in range(STEPS):
             pool.free_all_blocks()
@@ -515,7 +511,10 @@ def measure(
         return peak + WORKSPACE
 
 
-def _run(config, batch, seq_len, precision, recompute, accumulate, lora, optimizer, ema, fp8_head):
+def _run(
+    config, batch, seq_len, precision, recompute,
+    accumulate=1, lora=0, optimizer="adamw", ema=0.0, fp8_head=False,
+):  # fmt: skip
     c = TrainConfig(
         batch=batch * accumulate,
         micro_batch=batch,

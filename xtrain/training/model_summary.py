@@ -22,8 +22,7 @@ def describe(config: ModelConfig) -> str:
         mlp = f"{config.experts_per_token} of {config.n_experts} experts {config.expert_hidden_dim}"
     return (
         f"{kind}{config.n_layers} layers, width {config.dim}, {config.n_heads} heads x "
-        f"{config.head_dim} "
-        f"({config.n_kv_heads} for keys), {mlp}, vocabulary {config.vocab_size}"
+        f"{config.head_dim} ({config.n_kv_heads} for keys), {mlp}, vocabulary {config.vocab_size}"
     )
 
 

@@ -75,8 +75,8 @@ def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
     to_the_end = isinstance(model.arena, ShardedArena)
     places: list[str] = []
     for name, array in names.values():
-        if found := count_nonfinite(array):
-            places.append(f"the weights {name}, before the step ({found})")
+        if counts := count_nonfinite(array):
+            places.append(f"the weights {name}, before the step ({counts})")
     if places and not to_the_end:
         return places[0]
 
@@ -85,13 +85,13 @@ def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
         yield
         # an op without a name is a layer: it returns results of its ops, which were checked
         for array in computed(op) if op.name and not places else ():
-            if found := count_nonfinite(array):
+            if counts := count_nonfinite(array):
                 used = [names[id(x)][0] for x in op.inputs if id(x) in names]
                 weights = ""
                 if used:
                     weights = f" with {', '.join(used)}"
                 where = op.layer or "outside the layers"
-                places.append(f"{where}, {op.name}{weights}, {op.way} ({found})")
+                places.append(f"{where}, {op.name}{weights}, {op.way} ({counts})")
                 if not to_the_end:
                     raise _Found
 
@@ -125,7 +125,7 @@ def _names(model):
 
 
 def count_nonfinite(x: Any) -> str | None:
-    """ "3 NaN and 1 infinite of 64 values", or None if all are finite. Objects that are not
+    """Return "3 NaN and 1 infinite of 64 values", or None if all are finite. Objects that are not
     floating-point arrays pass."""
     if not hasattr(x, "strides") or x.dtype.name not in BITS:
         return None

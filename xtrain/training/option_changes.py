@@ -40,7 +40,7 @@ def check_unchanged(
 
 
 def option_changes(then: dict[str, Any], now: dict[str, Any], config: RunOptions) -> dict[str, str]:
-    """{name: sentence about the difference} between two Run.resume_options()."""
+    """Return {name: sentence about the difference} between two Run.resume_options()."""
     # older checkpoints lack the newer options; their runs used what are the defaults now
     defaults = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
     for options in (TrainConfig, config):

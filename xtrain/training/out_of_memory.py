@@ -182,8 +182,8 @@ def explain(
     ]
     kinds = sorted(whole.kinds.items(), key=lambda item: -item[1])
     lines += [f"    {kind:32} {_gb(size):>9}" for kind, size in kinds[:SHOWN_KINDS]]
-    if rest := whole.nbytes - sum(size for _, size in kinds[:SHOWN_KINDS]):
-        lines.append(f"    {'the rest':32} {_gb(rest):>9}")
+    if others := whole.nbytes - sum(size for _, size in kinds[:SHOWN_KINDS]):
+        lines.append(f"    {'the rest':32} {_gb(others):>9}")
     less = []
     one_fits = False
     for option, changed, remark in _less(c, model, device, ranks):

@@ -59,7 +59,8 @@ class StopRequest:
     """
 
     def __init__(self, limit: float | None = None, now: Callable[[], float] = time.monotonic):
-        self.limit, self.now = limit, now
+        self.limit = limit
+        self.now = now
         self.requested = False
         self.requested_at = 0.0
         self.training = False
@@ -97,12 +98,15 @@ class StopRequest:
         self.slowest_save = checkpoint_bytes / BYTES_PER_SECOND
 
     def after_step(self, save_seconds: float = 0.0) -> bool:
-        """Call after every step. -> is it time to stop?   save_seconds: time of the slowest checkpoint so
-        far."""
+        """Return True if it is time to stop. Call it after every step.
+
+        save_seconds: time of the slowest checkpoint so far.
+        """
         now = self.now()
         if self.last_step is not None:  # the first step compiles kernels: it does not count
             self.slowest_step = max(self.slowest_step, now - self.last_step)
-        self.last_step, self.slowest_save = now, max(self.slowest_save, save_seconds)
+        self.last_step = now
+        self.slowest_save = max(self.slowest_save, save_seconds)
         if self.limit is not None and not self.requested:
             # twice the slowest step and checkpoint, as a margin
             needed = EXIT_SECONDS + 2 * (self.slowest_step + self.slowest_save)

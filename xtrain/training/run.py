@@ -238,12 +238,12 @@ class Run:
         inv_count = np.ones(1, np.float32)
         fp8 = self.model.fp8
         ready = fp8 is not None and fp8.ready
-        with note_launches() as found:
+        with note_launches() as launches:
             self.eagerly(hyper, inv_count, batch)
         if fp8 is not None:
             fp8.ready = ready
         free_cached(self.model.device)
-        return found
+        return launches
 
     def is_stateless(self) -> bool:
         """Return whether a forward pass is known to change nothing: true of xtrain's classes,
@@ -500,8 +500,7 @@ class Run:
             everywhere = ""
         return (
             f"every result is finite{everywhere} when the step is repeated: the gradient norm is "
-            "too large, or the error "
-            "is not reproducible"
+            "too large, or the error is not reproducible"
         )
 
     @np.errstate(all="ignore")

@@ -167,7 +167,8 @@ def refuse_another_model(options: RunOptions, folder: RunFolder) -> None:
 
 
 def _is_in(init: str | None, folder: str) -> bool:
-    """Is `init`, as stored, this folder, or the checkpoint of a run that this folder is?"""
+    """Return True if `init`, as stored, is this folder, or the checkpoint of a run that this folder
+    is."""
     if init is None:
         return False
     return Path(os.path.abspath(init)).is_relative_to(os.path.abspath(folder))
@@ -190,8 +191,7 @@ def with_first_options(config: ResolvedConfig, folder: RunFolder) -> ResolvedCon
         if keeps_tokenizer and config.vocab_size != was:
             raise UserError(
                 f"cannot resume {saved.folder}: vocab_size was {was}, is {config.vocab_size}: "
-                "omit --vocab-size, "
-                "because a run keeps its tokenizer"
+                "omit --vocab-size, because a run keeps its tokenizer"
             )
     precision = config.precision
     if precision == "auto":
@@ -211,15 +211,15 @@ def parse_options(
     parse(defaults) parses it; defaults None: those of the class. Rank 0 reads the run's folder:
     others may not see it. Raises UserError.
     """
-    given = parse(None)
-    if not given.resume:
-        return given
-    given.check_place()  # the other options may need some that the run has
-    kept, allowed = ranks.on_rank_0(lambda: _options_to_resume(given))
+    first = parse(None)
+    if not first.resume:
+        return first
+    first.check_place()  # the other options may need some that the run has
+    kept, allowed = ranks.on_rank_0(lambda: _options_to_resume(first))
     if kept:
-        defaults = replace(type(given)(), **kept)
+        defaults = replace(type(first)(), **kept)
     else:
-        defaults = given
+        defaults = first
     config = parse(defaults if kept else None)
     if getattr(config, "epochs", None) != kept.get("epochs") and config.steps == kept.get("steps"):
         config = replace(config, steps=None)  # --epochs is given, which decides them
@@ -236,11 +236,11 @@ def to_resume(config: RunOptions) -> Path:
     return _last_path(first, config.name)
 
 
-def _options_to_resume(given: Options) -> tuple[dict[str, Any], list[str]]:
+def _options_to_resume(asked: Options) -> tuple[dict[str, Any], list[str]]:
     """Return the options of the run to resume, none if they are unknown; the changes that
     were allowed before"""
-    path = to_resume(given)
-    stored = _stored_options(path, type(given))
+    path = to_resume(asked)
+    stored = _stored_options(path, type(asked))
     if stored is None:
         if not _contents(path):
             saved_runs.newest(path)  # raises: there is none
@@ -251,7 +251,7 @@ def _options_to_resume(given: Options) -> tuple[dict[str, Any], list[str]]:
     if is_whole_share(stored, read_json(path / "config.json")):
         stored.pop("micro_batch", None)
     kept = {name: x for name, x in stored.items() if name not in NOT_STORED}
-    return {"name": str(path.relative_to(given.out)), **kept}, allowed
+    return {"name": str(path.relative_to(asked.out)), **kept}, allowed
 
 
 def _installed(packages: Sequence[str]) -> dict[str, str]:
@@ -402,7 +402,7 @@ def _stored_options(path: Path, kind: type[RunOptions]) -> dict[str, Any] | None
 
 
 def _one_path(options: dict[str, Any]) -> dict[str, Any]:
-    """--data as earlier versions stored it: one path."""
+    """Return --data as earlier versions stored it: one path."""
     data = options.get("data")
     if isinstance(data, str):
         return {"data": (data,)}
@@ -410,8 +410,8 @@ def _one_path(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Is a value from JSON of this type? hint: a type, a union of types, a Literal, or a tuple of as
-    many values of one type as there are."""
+    """Return True if a value from JSON is of this type. hint: a type, a union of types, a Literal,
+    or a tuple of as many values of one type as there are."""
     parts = get_args(hint)
     if get_origin(hint) is Literal:
         return value in parts

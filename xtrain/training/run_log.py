@@ -282,8 +282,8 @@ def fp8_text(name: str, numbers: dict[str, float]) -> str:
     parts = {k.removeprefix(name + "_"): x for k, x in numbers.items() if k.startswith(name + "_")}
     largest = max(parts, key=lambda kind: parts[kind])
     module, _, matrix = largest.rpartition("_")
-    most = f"{module} {matrix} {parts[largest]:,.0f}"
-    return f"{name.replace('_', ' ')} {numbers[name]:,.0f} ({most})"
+    first = f"{module} {matrix} {parts[largest]:,.0f}"
+    return f"{name.replace('_', ' ')} {numbers[name]:,.0f} ({first})"
 
 
 class NullRunLog:

@@ -28,7 +28,7 @@ class SingleProcess:
         return values
 
     def any(self, flag: bool) -> bool:
-        """True on every rank if the flag of any rank is true."""
+        """Return True on every rank if the flag of any rank is true."""
         return flag
 
     def gather(self, thing: Any) -> list[Any]:

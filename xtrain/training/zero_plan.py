@@ -21,10 +21,10 @@ def zero1(plan: Plan, ranks: int) -> float:
 
 def divided_kinds(plan: Plan) -> list[str]:
     """Return the kinds of a plan that ZeRO-1 divides among the ranks."""
-    found = [kind for kind in MOMENTS if kind in plan.kinds]
+    kinds = [kind for kind in MOMENTS if kind in plan.kinds]
     if "bf16 copy of the weights" in plan.kinds:
-        found.append("weights")
-    return found
+        kinds.append("weights")
+    return kinds
 
 
 def zero3(plan: Plan, config: ModelConfig, precision: str, ranks: int) -> float:
@@ -44,15 +44,15 @@ def zero3_kinds(
     arena = sharded_arena(config, precision, ranks)
     buffers = list({id(unit.buffer): unit.buffer for unit in arena.units}.values())
     gathered = "bf16 copy of the weights" if precision == "bf16" else "gathered weights"
-    found = {
+    bytes_of = {
         "weights": arena.master.nbytes,
         gathered: sum(buffer.weights.nbytes for buffer in buffers),
         "gradients": arena.summed.nbytes + sum(buffer.grads.nbytes for buffer in buffers),
         "moments": 2 * arena.master.nbytes,
     }
     if "moving average" in kinds:
-        found["moving average"] = arena.master.nbytes
-    return found
+        bytes_of["moving average"] = arena.master.nbytes
+    return bytes_of
 
 
 def sharded_arena(config: ModelConfig, precision: str, ranks: int) -> ShardedArena:

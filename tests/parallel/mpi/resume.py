@@ -45,14 +45,21 @@ def numbers(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def write_lines(path, lines):
+    """Write records as JSON lines, on rank 0; all wait for it."""
+    if WORLD.rank == 0:
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    wait()
+
+
 def losses(run):
     return [line["loss"] for line in numbers(run) if "loss" in line]
 
 
-def train_on(n, config):
-    """-> the run's folder; only on the first n processes"""
+def train_on(n, config, work=loop.train):
+    """Return the run's folder; only on the first n processes."""
     ranks = some_ranks(n)
-    run = None if ranks is None else loop.train(config, SILENT, divided(ranks), **NO_REPORT)
+    run = None if ranks is None else work(config, SILENT, divided(ranks), **NO_REPORT)
     wait()
     return run
 
@@ -222,25 +229,17 @@ def one_rank_is_asked_to_stop(folder):
 def fine_tuning(folder):
     """Packed rows on two ranks, stopped and continued on one: the losses of one rank alone."""
     data = folder / "chats.jsonl"
-    if WORLD.rank == 0:
-        words = TEXT.read_text().split()
-        lines = [
-            {"prompt": f"{a} ", "completion": " ".join(words[i : i + i % 9 + 1])}
-            for i, a in enumerate(words[:60])
-        ]
-        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    wait()
+    words = TEXT.read_text().split()
+    answers = [" ".join(words[i : i + i % 9 + 1]) for i in range(60)]
+    write_lines(data, [{"prompt": f"{a} ", "completion": b} for a, b in zip(words, answers)])
 
     def tuned(name, n, **more):
-        ranks = some_ranks(n)
         shape = dict(steps=6, eval_every=3, save_every=3, sample_tokens=2, lr=1e-3, device="cpu")
         config = FinetuneConfig(
             init=str(folder / "alone" / "run"), data=(str(data),), out=str(folder), name=name,
             pack=True, batch=4, seq_len=16, **shape, **more,
         )  # fmt: skip
-        run = finetune(config, SILENT, divided(ranks), **NO_REPORT) if ranks else None
-        wait()
-        return run
+        return train_on(n, config, finetune)
 
     alone = tuned("tuned", 1)
     tuned("divided", 2, stop_at=3, zero=1)
@@ -252,29 +251,20 @@ def fine_tuning(folder):
 def preferences(folder):
     """Rows of kto on two ranks, whose KL is of both, stopped and continued on one: the numbers of one rank alone."""
     data = folder / "labels.jsonl"
-    if WORLD.rank == 0:
-        words = TEXT.read_text().split()
-        lines = [
-            {
-                "prompt": f"{a} ",
-                "completion": " ".join(words[i : i + i % 5 + 1]),
-                "label": i % 3 > 0,
-            }
-            for i, a in enumerate(words[:20])
-        ]
-        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    wait()
+    words = TEXT.read_text().split()
+    answers = [" ".join(words[i : i + i % 5 + 1]) for i in range(20)]
+    rows = enumerate(zip(words, answers))
+    write_lines(
+        data, [{"prompt": f"{a} ", "completion": b, "label": i % 3 > 0} for i, (a, b) in rows]
+    )
 
     def preferred(name, n, **more):
-        ranks = some_ranks(n)
         shape = dict(steps=4, eval_every=2, save_every=2, sample_tokens=2, lr=1e-3, device="cpu")
         config = PreferConfig(
             init=str(folder / "alone" / "run"), data=(str(data),), out=str(folder), name=name,
             loss="kto", batch=4, val_share=0.15, **shape, **more,
         )  # fmt: skip
-        run = prefer(config, SILENT, divided(ranks), **NO_REPORT) if ranks else None
-        wait()
-        return run
+        return train_on(n, config, prefer)
 
     alone = preferred("preferred", 1)
     preferred("in_two", 2, stop_at=2, zero=1)
@@ -292,22 +282,16 @@ def reinforcement(folder):
     reply = lambda record, messages: " and " if len(messages) < 4 else None
     sys.modules["a_task"] = types.SimpleNamespace(reward=reward, reply=reply)
     data = folder / "prompts.jsonl"
-    if WORLD.rank == 0:
-        lines = [{"prompt": f"{a} "} for a in sorted(set(TEXT.read_text().split()))[:12]]
-        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    wait()
+    write_lines(data, [{"prompt": f"{a} "} for a in sorted(set(TEXT.read_text().split()))[:12]])
 
     def reinforced(name, n, **more):
-        ranks = some_ranks(n)
         shape = dict(steps=4, eval_every=2, save_every=2, group=2, batch=8, max_new_tokens=9)
         config = ReinforceConfig(
             init=str(folder / "alone" / "run"), data=(str(data),), out=str(folder), name=name,
             task="a_task:reward", environment="a_task:reply", stop_strings=("e", "a", "t"), lr=1e-5, device="cpu",
             **shape, **more,
         )  # fmt: skip
-        run = reinforce(config, SILENT, divided(ranks), **NO_REPORT) if ranks else None
-        wait()
-        return run
+        return train_on(n, config, reinforce)
 
     alone = reinforced("rewarded", 1)
     reinforced("shared", 2, stop_at=2, zero=1)
@@ -328,14 +312,7 @@ def reinforcement(folder):
 
 
 CHECKS = [
-    elastic,
-    fine_tuning,
-    preferences,
-    reinforcement,
-    one_rank_has_nothing_to_send,
-    all_ranks_wait_for_the_report,
-    one_rank_is_asked_to_stop,
-    the_same_world_is_byte_exact,
-    a_bad_step_is_skipped_by_all,
-    the_rank_is_named,
-]
+    elastic, fine_tuning, preferences, reinforcement, one_rank_has_nothing_to_send,
+    all_ranks_wait_for_the_report, one_rank_is_asked_to_stop, the_same_world_is_byte_exact,
+    a_bad_step_is_skipped_by_all, the_rank_is_named,
+]  # fmt: skip

@@ -415,8 +415,8 @@ def small_tiles(kind: str, D: int) -> Tiles:
 
 
 def use_hopper(q_BTHD: Array) -> bool:
-    """True if these queries are computed by the wgmma kernels: bf16, D = 64 or 128, capability 9.0
-    or the simulator."""
+    """Return True if these queries are computed by the wgmma kernels: bf16, D = 64 or 128,
+    capability 9.0 or the simulator."""
     if not HOPPER or q_BTHD.dtype == np.float32 or q_BTHD.shape[3] not in hopper.WIDTHS:
         return False
     capable = isinstance(q_BTHD, SimArray) or str(q_BTHD.device.compute_capability) == "90"
@@ -424,7 +424,7 @@ def use_hopper(q_BTHD: Array) -> bool:
 
 
 def gpu_of(x: Array) -> Gpu:
-    """The GPU that holds x."""
+    """Return the GPU that holds x."""
     return Gpu(multiprocessors(x), l2_bytes(x))
 
 
@@ -459,13 +459,13 @@ def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal, bounds):
 
 
 def fits(q_BTHD: Array) -> bool:
-    """True if forward and backward kernels, or on the CPU the references, support float32 heads of
-    this width."""
+    """Return True if forward and backward kernels, or on the CPU the references, support float32
+    heads of this width."""
     return on_host(q_BTHD) or q_BTHD.shape[3] <= fp32.WIDE
 
 
 def in_place(x_BTHD: Array) -> bool:
-    """True if the tensor-core kernels can read and write x without a copy of it.
+    """Return True if the tensor-core kernels can read and write x without a copy of it.
 
     They copy 16 bytes at a time, so every position must begin at a multiple of 16 bytes and hold
     its heads without gaps.

@@ -215,7 +215,7 @@ def make_plain_kernel(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED, overlap):
 
 # ----------------------------------------------------------------------------- launchers
 def gemv_fits(N: int, K: int, dtype, quantized: str = "", fused: bool = False) -> bool:
-    """True if gemv supports N rows and weights of width K and this dtype on a GPU.
+    """Return True if gemv supports N rows and weights of width K and this dtype on a GPU.
 
     fused: also add_norm_gemv.  quantized: the kind of codes, which stand for this dtype.
     """

@@ -57,8 +57,8 @@ class Config:
 
 
 def staged(K: int, config: Config, quantized: str = "") -> bool:
-    """True if up to MAX_ROWS of x pass through shared memory. Does not depend on their number, so a
-    row's bits do not either."""
+    """Return True if up to MAX_ROWS of x pass through shared memory. Does not depend on their
+    number, so a row's bits do not either."""
     return config.stage and shared_bytes(MAX_ROWS, K, quantized) + MOST_SUMS <= MOST_SHARED
 
 

@@ -164,7 +164,7 @@ class Penalties:
 # ----------------------------------------------------------------------------- reference
 @functools.lru_cache(8)  # several answers have the same set, which may be large
 def allowed_words_ref(tokens, W):
-    """The bits of a set of tokens, in W words"""
+    """Return the bits of a set of tokens, in W words."""
     bits = np.zeros(32 * W, np.uint8)
     bits[np.fromiter(tokens, np.int64, len(tokens))] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

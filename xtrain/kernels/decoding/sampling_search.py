@@ -65,7 +65,7 @@ class Sizes:
         return -(-vocab // length), length
 
     def for_sorting(self) -> "Sizes":
-        """The sizes in the block that sorts."""
+        """Return the sizes in the block that sorts."""
         return replace(self, threads=self.sorters)
 
 
@@ -259,7 +259,7 @@ class SearchOps:
 
 @functools.cache
 def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
-    """The functions that depend on the sizes.
+    """Return the functions that depend on the sizes.
 
     distance: factors of e that the bins span; the last bin holds everything beyond.
     weight_of(logit, top, inverse, least) -> int64. top: the row's largest logit, inverse: 1 /
