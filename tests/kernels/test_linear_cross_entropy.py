@@ -63,10 +63,10 @@ def test_chunks_against_all_rows_at_once(size, rows):
         assert not to_host(got[2])[V:].any()  # padding
 
 
-@pytest.mark.parametrize("rows", [64, None])  # three chunks; one
-def test_a_bf16_gradient_is_rounded_once(rows):
-    """Of several chunks it has the bits of the float32 sum, rounded. The other results are the same."""
-    x, w, targets, inv = case(150, 8, 37, 40, BF16)
+@pytest.mark.parametrize("N, rows", [(150, 64), (150, None)] if GPU else [(11, 4), (9, None)])
+def test_a_bf16_gradient_is_rounded_once(N, rows):
+    """Of three chunks it has the bits of the float32 sum, rounded. The other results are the same."""
+    x, w, targets, inv = case(N, 8, 37, 40, BF16)
     for to in (np.array, to_kernel):
         results = []
         for dtype in (None, BF16):
