@@ -36,9 +36,15 @@ def test_defaults():
 
 
 POSITIVE = [
-    "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim",
+    "vocab_size",
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "hidden_dim",
     "max_seq_len",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", POSITIVE)

@@ -95,9 +95,19 @@ def test_until_the_first_step(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("one two three four five six seven\n" * 400)
     options = [
-        "--data", text, "--vocab-size", 300, "--steps", 2, "--seq-len", 16, "--batch", 2, "--out",
+        "--data",
+        text,
+        "--vocab-size",
+        300,
+        "--steps",
+        2,
+        "--seq-len",
+        16,
+        "--batch",
+        2,
+        "--out",
         tmp_path,
-    ]  # fmt: skip
+    ]
     modules = imported(FIRST_STEP, *options, "--blas-threads", 1)
     assert "xtrain.training.loop" in modules and too_early(modules, LATE) == set()
 

@@ -30,9 +30,17 @@ if _TYPE_CHECKING:
 
 __version__ = _version.VERSION
 __all__ = [
-    "AdamW", "Engine", "ModelConfig", "Tensor", "TrainConfig", "Transformer", "UserError",
-    "batch_invariant", "functional", "no_grad",
-]  # fmt: skip
+    "AdamW",
+    "Engine",
+    "ModelConfig",
+    "Tensor",
+    "TrainConfig",
+    "Transformer",
+    "UserError",
+    "batch_invariant",
+    "functional",
+    "no_grad",
+]
 _HOMES = {  # the module of each name
     "AdamW": "xtrain.nn.optim",
     "Engine": "xtrain.serving.engine",

@@ -54,10 +54,23 @@ FAMILIES = {
 }
 # Fields of ModelConfig on which the shapes of tensors depend.
 SHAPES = (
-    "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "qk_norm",
-    "joint_qk_norm", "qkv_bias", "tie_embeddings", "sandwich_norms", "n_experts",
-    "expert_hidden_dim", "dense_layers", "expert_bias",
-)  # fmt: skip
+    "vocab_size",
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "hidden_dim",
+    "qk_norm",
+    "joint_qk_norm",
+    "qkv_bias",
+    "tie_embeddings",
+    "sandwich_norms",
+    "n_experts",
+    "expert_hidden_dim",
+    "dense_layers",
+    "expert_bias",
+)
 # Larger sizes are damage or a mistake: they would fill the memory before they are found to be wrong.
 MOST = {
     "vocab_size": 1 << 22,

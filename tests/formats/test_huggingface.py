@@ -198,9 +198,21 @@ def test_unsupported_features_are_refused_by_name(changes, words):
 @pytest.mark.parametrize("key", sorted(QWEN3.keys() | new_style(QWEN3).keys() | GEMMA_3.keys()))
 def test_any_value_of_any_key_works_or_is_a_user_error(key):
     odd = [
-        None, -1, 0, 1, 2.5, "x", [], {}, ["x"], {"a": {}}, True, float("nan"), float("inf"),
+        None,
+        -1,
+        0,
+        1,
+        2.5,
+        "x",
+        [],
+        {},
+        ["x"],
+        {"a": {}},
+        True,
+        float("nan"),
+        float("inf"),
         10**400,
-    ]  # fmt: skip
+    ]
     for config in (QWEN3, new_style(QWEN3), GEMMA_3):
         for value in odd:
             try:

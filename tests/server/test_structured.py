@@ -71,8 +71,15 @@ def text(rng):
 
 def enum(rng):
     values = [
-        rng.randint(-9, 9), "größe", 'a "quote"', "<|endoftext|>", None, True, [1, {"a": []}], 1.5,
-    ]  # fmt: skip
+        rng.randint(-9, 9),
+        "größe",
+        'a "quote"',
+        "<|endoftext|>",
+        None,
+        True,
+        [1, {"a": []}],
+        1.5,
+    ]
     return rng.choice([{"enum": rng.sample(values, 3)}, {"const": rng.choice(values)}])
 
 

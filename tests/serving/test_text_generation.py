@@ -176,9 +176,17 @@ def test_a_tokenizer_as_llama_2_has_it(tmp_path, capsys):
 
 def test_seeds_and_sampling(folder, capsys):
     hot = [
-        "--model", folder, "def f", *OPTIONS, "--temperature", "1.2", "--top-k", "50", "--top-p",
+        "--model",
+        folder,
+        "def f",
+        *OPTIONS,
+        "--temperature",
+        "1.2",
+        "--top-k",
+        "50",
+        "--top-p",
         "0.95",
-    ]  # fmt: skip
+    ]
     first = run(capsys, *hot, "--seed", "1")[1]
     assert run(capsys, *hot, "--seed", "1")[1] == first
     assert run(capsys, *hot, "--seed", "2")[1] != first

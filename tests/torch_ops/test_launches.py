@@ -38,10 +38,22 @@ def add_one_kernel(y, x):
 
 # of torch_cases; attention has a separate test
 REPEATED = [
-    "rmsnorm", "residual_rmsnorm", "swiglu", "swiglu_packed", "rope", "rope_positions", "norm_rope",
-    "qk_norm_rope", "qk_rope", "embedding", "cross_entropy", "softmax", "linear_cross_entropy",
-    "linear_cross_entropy_count", "linear_logprobs",
-]  # fmt: skip
+    "rmsnorm",
+    "residual_rmsnorm",
+    "swiglu",
+    "swiglu_packed",
+    "rope",
+    "rope_positions",
+    "norm_rope",
+    "qk_norm_rope",
+    "qk_rope",
+    "embedding",
+    "cross_entropy",
+    "softmax",
+    "linear_cross_entropy",
+    "linear_cross_entropy_count",
+    "linear_logprobs",
+]
 FIRST = 5 if COMPILER == "numba" else 3  # word of an array's shape
 
 

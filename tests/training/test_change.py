@@ -228,9 +228,17 @@ def test_a_changed_model_trains_resumes_tunes_and_serves_with_one_option(runs, t
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(tmp_path))
         rewarded = [
-            "--init", tmp_path / "full", "--data", prompts, "--task", "task:reward", "--name", "rl",
-            "--kl", 0.1,
-        ]  # fmt: skip
+            "--init",
+            tmp_path / "full",
+            "--data",
+            prompts,
+            "--task",
+            "task:reward",
+            "--name",
+            "rl",
+            "--kl",
+            0.1,
+        ]
         code, _, err = run(capsys, reinforce_command.main, *rewarded, *common[:2], "--batch", 4, "--group", 2, *common[4:], "--max-new-tokens", 4)  # fmt: skip
         assert code == 0, err
     items = tmp_path / "items.jsonl"

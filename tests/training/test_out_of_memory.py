@@ -25,9 +25,17 @@ from xtrain.training.run import Run
 from xtrain.training.zero_plan import zero1, zero3
 
 SMALL = [
-    "--preset", "test", "--data", str(DATA / "grammar.txt"), "--steps", "2", "--batch", "32",
-    "--seq-len", "32",
-]  # fmt: skip
+    "--preset",
+    "test",
+    "--data",
+    str(DATA / "grammar.txt"),
+    "--steps",
+    "2",
+    "--batch",
+    "32",
+    "--seq-len",
+    "32",
+]
 SMALL += ["--vocab-size", "300", "--eval-batches", "1", "--sample-tokens", "2", "--name", "run"]
 SMALL += ["--precision", "fp32"]  # in bf16, attention is another function
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from checks import GPU
 from rich.console import Console
-from runs import DATA, metrics
-from runs import options as short_run
 from twins import random_model, small
 
 from xtrain import Engine, Transformer
+from xtrain.config import TrainConfig
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.train import main, train
 from xtrain.training.single_device import SingleDevice
 
+DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 # written by: PYTHONPATH=tests/helpers python tests/training/test_train.py
 GOLDEN = DATA / "golden_losses.json"
 
@@ -26,14 +26,44 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def options(out, **more):
-    return short_run(out, **dict(preset="tiny", sample_tokens=8) | more)
+    defaults = {
+        "preset": "tiny", "data": str(DATA / "grammar.txt"), "out": str(out), "name": "run", "vocab_size": 320,
+        "steps": 20, "batch": 4, "seq_len": 32, "eval_batches": 2, "eval_every": 10, "sample_every": 10,
+        "sample_tokens": 8, "save_every": 10, "warmup": 2, "lr": 5e-4,
+        "precision": "fp32",
+    }  # fmt: skip
+    defaults["warmup"] = max(0, min(2, more.get("steps", 20) - 2))
+    return TrainConfig(**{**defaults, **more})
 
 
 def command(out, *more):
     data = [] if "--data" in more else ["--data", str(DATA / "grammar.txt")]
-    shape = ["--preset", "tiny", "--vocab-size", "300", "--batch", "2", "--seq-len", "16"]
-    short = ["--steps", "2", "--eval-batches", "1", "--sample-tokens", "2"]
-    return [*data, "--out", str(out), "--name", "run", *shape, *short, *more]
+    arguments = [
+        *data,
+        "--out",
+        str(out),
+        "--name",
+        "run",
+        "--steps",
+        "2",
+    ]
+    small = [
+        "--preset",
+        "tiny",
+        "--vocab-size",
+        "300",
+        "--batch",
+        "2",
+        "--seq-len",
+        "16",
+        "--eval-batches",
+        "1",
+    ]
+    return [*arguments, *small, "--sample-tokens", "2", *more]
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def golden_losses(out):

@@ -47,9 +47,15 @@ class Tensor:
     """
 
     __slots__ = (
-        "__weakref__", "_data", "_grad", "grad_written", "index", "node", "requires_grad",
+        "__weakref__",
+        "_data",
+        "_grad",
+        "grad_written",
+        "index",
+        "node",
+        "requires_grad",
         "version",
-    )  # fmt: skip
+    )
 
     on_gradient: Callable[[Any], None] | None = None
     is_parameter = False

@@ -16,9 +16,16 @@ from . import page, record, style
 
 HOST = "127.0.0.1"
 FILES = (
-    "config.json", "metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt", "rollouts.jsonl",
-    "sentence.json", "profile.json", "starts.jsonl",
-)  # fmt: skip
+    "config.json",
+    "metrics.jsonl",
+    "layers.jsonl",
+    "timing.jsonl",
+    "samples.txt",
+    "rollouts.jsonl",
+    "sentence.json",
+    "profile.json",
+    "starts.jsonl",
+)
 SECONDS = 30  # for a request
 
 

@@ -178,9 +178,15 @@ class Sampling(Structured, Drawing):
     def options(self) -> dict[str, Any]:
         """Return the fields that are given and that make_requests takes under the same name."""
         names = (
-            "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-            "repetition_penalty", "logit_bias",
-        )  # fmt: skip
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "logit_bias",
+        )
         values = {name: getattr(self, name) for name in names}
         options = {name: value for name, value in values.items() if value is not None}
         if self.top_k == -1:

@@ -89,11 +89,31 @@ if TYPE_CHECKING:
     from .unwritten import mark_unwritten, mark_written
 
 __all__ = [
-    "KINDS", "AsyncError", "CollectiveError", "DeadlockError", "KernelError", "OutOfBoundsError",
-    "RaceError", "SimArray", "Site", "Stepper", "StreamError", "UninitializedError", "check",
-    "cuda", "empty", "mark_unwritten", "mark_written", "observe", "record", "run", "sim",
-    "simulate", "simulates", "types",
-]  # fmt: skip
+    "KINDS",
+    "AsyncError",
+    "CollectiveError",
+    "DeadlockError",
+    "KernelError",
+    "OutOfBoundsError",
+    "RaceError",
+    "SimArray",
+    "Site",
+    "Stepper",
+    "StreamError",
+    "UninitializedError",
+    "check",
+    "cuda",
+    "empty",
+    "mark_unwritten",
+    "mark_written",
+    "observe",
+    "record",
+    "run",
+    "sim",
+    "simulate",
+    "simulates",
+    "types",
+]
 _HOME = {
     "SimArray": "sim_array",
     "Stepper": "stepper",

@@ -69,8 +69,16 @@ if __name__ == "__main__":
     waits = fault in ("hang", "stuck", "frozen")  # for the watchdog
     o = options(folder, steps=1000, save_every=2, watchdog=1.0 if waits else 60.0)
     names = (
-        *SHAPE, "out", "name", "vocab_size", "steps", "batch", "seq_len", "save_every", "watchdog",
-    )  # fmt: skip
+        *SHAPE,
+        "out",
+        "name",
+        "vocab_size",
+        "steps",
+        "batch",
+        "seq_len",
+        "save_every",
+        "watchdog",
+    )
     arguments = [
         f"--{n.replace('_', '-')}={getattr(o, n)}" for n in (*names, "eval_batches", "device")
     ]

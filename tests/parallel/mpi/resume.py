@@ -312,7 +312,14 @@ def reinforcement(folder):
 
 
 CHECKS = [
-    elastic, fine_tuning, preferences, reinforcement, one_rank_has_nothing_to_send,
-    all_ranks_wait_for_the_report, one_rank_is_asked_to_stop, the_same_world_is_byte_exact,
-    a_bad_step_is_skipped_by_all, the_rank_is_named,
-]  # fmt: skip
+    elastic,
+    fine_tuning,
+    preferences,
+    reinforcement,
+    one_rank_has_nothing_to_send,
+    all_ranks_wait_for_the_report,
+    one_rank_is_asked_to_stop,
+    the_same_world_is_byte_exact,
+    a_bad_step_is_skipped_by_all,
+    the_rank_is_named,
+]
