@@ -277,6 +277,18 @@ def test_with_adapters_of_peft(place):
     assert same(run(model, **batch(place)), found[0])
 
 
+def test_norms_tuned_by_peft():
+    """Its layers take the place of the norms that an op would read."""
+    from peft import LNTuningConfig, get_peft_model
+
+    names = ["post_attention_layernorm", "q_norm", "k_norm"]
+    tuned = lambda model: get_peft_model(model, LNTuningConfig(target_modules=names))
+    inputs = batch()
+    expected = run(tuned(new("qwen3")), **inputs)
+    close(run(tuned(xt.apply(new("qwen3"))), **inputs), expected)
+    close(run(xt.apply(tuned(new("qwen3"))), **inputs), expected)
+
+
 @pytest.mark.parametrize(
     "family, implementation", [("qwen2", "sdpa"), ("qwen3", "eager"), ("qwen3", "xtrain")]
 )

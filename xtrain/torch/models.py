@@ -173,6 +173,11 @@ def _is_plain(module: Any) -> bool:
     return not (_has_hooks(module) or module.weight.is_meta)
 
 
+def _is_plain_norm(module: Any) -> bool:
+    """The same for a norm, which an adapter of peft may take the place of."""
+    return hasattr(module, _MARK) and _is_plain(module)
+
+
 def _replacements(prefix: str) -> dict[str, Callable]:
     """Return class name -> its new forward."""
     found: dict[str, Callable] = {
@@ -209,7 +214,7 @@ def _layer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     norm = self.post_attention_layernorm
     r = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
     r = getattr(self, "resid_attn_dropout", _unchanged)(r)  # Phi-3's
-    if _is_plain(norm):
+    if _is_plain_norm(norm):
         h, y = residual_rmsnorm(hidden_states, r, norm.weight, norm.variance_epsilon)
     else:
         h = hidden_states + r
@@ -230,7 +235,7 @@ def _qk_norm_attention_forward(
     turned = []
     for product, norm in ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm)):
         x = product(hidden_states).view(shape)
-        if _is_plain(norm):
+        if _is_plain_norm(norm):
             eps = norm.variance_epsilon
             y = norm_rope(_as_sequences(x, cos), norm.weight, cos, sin, eps)
         else:
