@@ -1,15 +1,21 @@
 """xtrain.torch.apply on tiny random models of transformers: the same loss and gradients as without it."""
 
+import copy
 import functools
+import inspect
+import io
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
+from accelerate.state import AcceleratorState
 from checks import assert_as_good
 
 import xtrain.torch as xt
 from xtrain.errors import UserError
+from xtrain.torch.attention import transformers_attention as attend
 
 SHAPE = dict(
     vocab_size=40, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -131,6 +137,31 @@ def test_documents(place):
     close(run(model, position_ids=positions, cu_seq_lens_q=lengths, **one), expected)
 
 
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [0, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10],
+        [0, 1, 2, 5, 6, 7, 8, 9, 10, 11, 12, 13],
+        [0, 1, 0, 1, 9, 10, 0, 1, 2, 3, 4, 5],
+        [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18],
+    ],
+)
+def test_documents_begin_where_they_do_in_transformers(positions):
+    """Where positions do not count on; not where they begin with another number than 0."""
+    model, inputs = new("llama"), batch()
+    inputs["position_ids"] = torch.tensor([positions])
+    expected = run(model, **inputs)
+    close(run(xt.apply(model), **inputs), expected)
+
+
+@places
+def test_inference_mode(place):
+    model, ids = new("qwen3", place).eval(), batch(place)["input_ids"]
+    with torch.inference_mode():
+        expected = model(ids).logits
+        torch.testing.assert_close(xt.apply(model)(ids).logits, expected)
+
+
 @places
 def test_what_the_trainer_passes(place):
     """The number of items of all accumulated batches, targets that are shifted already, and a tuple as the result."""
@@ -246,6 +277,18 @@ def test_with_adapters_of_peft(place):
     assert same(run(model, **batch(place)), found[0])
 
 
+def test_norms_tuned_by_peft():
+    """Its layers take the place of the norms that an op would read."""
+    from peft import LNTuningConfig, get_peft_model
+
+    names = ["post_attention_layernorm", "q_norm", "k_norm"]
+    tuned = lambda model: get_peft_model(model, LNTuningConfig(target_modules=names))
+    inputs = batch()
+    expected = run(tuned(new("qwen3")), **inputs)
+    close(run(tuned(xt.apply(new("qwen3"))), **inputs), expected)
+    close(run(xt.apply(tuned(new("qwen3"))), **inputs), expected)
+
+
 @pytest.mark.parametrize(
     "family, implementation", [("qwen2", "sdpa"), ("qwen3", "eager"), ("qwen3", "xtrain")]
 )
@@ -258,6 +301,136 @@ def test_generating(family, implementation, place):
     expected = run()
     xt.apply(model, attention=implementation == "xtrain")
     assert run() == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_copied_and_pickled(family):
+    """A copy computes with its own weights, and a file can be read where xtrain is not imported yet."""
+    model, inputs = xt.apply(new(family)), batch()
+    expected = run(model, **inputs)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert same(run(twin, **inputs), expected)
+    file = io.BytesIO()
+    torch.save(twin, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert same(run(loaded, **inputs), expected)
+    assert loaded(**inputs).logits is None
+    for module in (twin, loaded):
+        xt.revert(module)
+        assert module(**inputs).logits is not None
+        assert not any("forward" in vars(part) for part in module.modules())
+
+
+def test_the_signature_stays():
+    """A Trainer looks there for the columns that the model reads."""
+    model = new("llama")
+    before = inspect.signature(model.forward)
+    assert inspect.signature(xt.apply(model).forward) == before
+
+
+@pytest.fixture
+def accelerator():
+    """One for bf16. Accelerate keeps its options for the whole process."""
+    reset = functools.partial(AcceleratorState._reset_state, reset_partial_state=True)
+    reset()
+    yield accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    reset()
+
+
+def test_mixed_precision_of_accelerate(accelerator):
+    """It wraps the forward, which generate reads the signature of, and unwraps it."""
+    plain = new("llama")
+    model = accelerator.prepare(xt.apply(new("llama")))
+    output = model(**batch())
+    assert output.logits is None and output.loss.dtype == torch.float32
+    torch.testing.assert_close(output.loss, plain(**batch()).loss, rtol=5e-3, atol=0)
+    model.generate(batch()["input_ids"], max_new_tokens=2)
+    model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss, rtol=1e-5, atol=0)
+    prepared = accelerator.prepare(plain)
+    with pytest.raises(
+        UserError, match=r"^the forward of LlamaForCausalLM is not its own any more:"
+    ):
+        xt.apply(prepared)
+    assert not any(isinstance(vars(m).get("forward"), functools.partial) for m in plain.modules())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_hooks_of_every_module(family):
+    """A module with a hook is called, also where an op would read its weight."""
+    model, inputs = new(family), batch()
+    expected = run(model, **inputs)
+    called = []
+    for name, module in xt.apply(model).named_modules():
+        module.register_forward_hook(lambda module, given, y, name=name: called.append(name))
+    close(run(model, **inputs), expected)
+    assert {name for name, _ in model.named_modules()} - set(called) == {"model.layers"}
+
+
+def test_offloaded_weights():
+    """Accelerate loads a weight when its module is called."""
+    ids = batch()["input_ids"]
+    expected = new("qwen3")(ids).logits
+    for changes in ((xt.apply, accelerate.cpu_offload), (accelerate.cpu_offload, xt.apply)):
+        model = new("qwen3")
+        for change in changes:
+            change(model)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, expected)
+            assert model(**batch()).loss > 0
+            torch.testing.assert_close(xt.revert(model)(ids).logits, expected)
+    accelerate.hooks.remove_hook_from_module(xt.apply(model), recurse=True)
+    xt.revert(model)
+    assert not any(isinstance(vars(m).get("forward"), functools.partial) for m in model.modules())
+
+
+def test_divided_head():
+    """FSDP2 may divide head and norms by themselves."""
+    from torch.distributed.fsdp import fully_shard
+
+    inputs = batch()
+    expected = run(xt.apply(new("qwen3")), **inputs)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = xt.apply(new("qwen3"))
+        mesh = dist.init_device_mesh("cpu", (1,))
+        layer = model.model.layers[0]
+        parts = model.lm_head, layer.post_attention_layernorm, layer.self_attn.q_norm, layer, model
+        for part in parts:
+            fully_shard(part, mesh=mesh)
+        close(
+            [x.full_tensor() if hasattr(x, "full_tensor") else x for x in run(model, **inputs)],
+            expected,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+class Derived(hf.LlamaForCausalLM):
+    """A model of one's own that changes nothing."""
+
+
+class Special(hf.LlamaForCausalLM):
+    """One that changes its output."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.loss = 2 * output.loss
+        return output
+
+
+def test_derived_models():
+    plain = new("llama")
+    for kind, factor in ((Derived, 1), (Special, 2)):
+        model = kind(plain.config)
+        model.load_state_dict(plain.state_dict())
+        output = xt.apply(model)(**batch())
+        torch.testing.assert_close(output.loss, factor * plain(**batch()).loss)
+        assert (output.logits is None) == (kind is Derived)
 
 
 def test_choosing():
@@ -283,6 +456,72 @@ def test_compiled(place):
     close(run(torch.compile(model, fullgraph=True, backend=backend), **inputs), expected)
 
 
+@pytest.mark.parametrize("implementation", [None, "static"])
+def test_a_static_cache_is_refused(implementation):
+    """Its keys end with empty ones, and a causal query would see these."""
+    model, ids = xt.apply(new("llama")).eval(), batch()["input_ids"][:1, :5]
+    with pytest.raises(ValueError, match=r"does not support a static KV cache: choose sdpa$"):
+        if implementation:
+            model.generate(ids, max_new_tokens=3, cache_implementation=implementation)
+        else:
+            cache = hf.StaticCache(config=model.config, max_cache_len=9)
+            model(ids, past_key_values=cache, use_cache=True)
+
+
+def test_a_mask_next_to_the_cache_of_a_window():
+    """The cache of a sliding window holds the last keys; a mask has all of them."""
+    model, ids = new("mistral").eval(), batch()["input_ids"][:1]
+    found = []
+    for change in (lambda model: model, xt.apply):
+        change(model)
+        cache = hf.DynamicCache(config=model.config)
+        mask = torch.ones_like(ids)
+        with torch.no_grad():
+            for part in (slice(0, 8), slice(8, 11), slice(11, 12)):
+                options = dict(past_key_values=cache, attention_mask=mask[:, : part.stop])
+                logits = model(ids[:, part], **options, use_cache=True).logits
+        found.append(logits)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_masks_that_are_more_than_causal():
+    """Models of transformers ask for them; causal attention would be another model."""
+    from transformers import masking_utils
+
+    xt.register_attention()
+    config = new("llama").config
+    config._attn_implementation = "xtrain"
+    config.attention_chunk_size = 4
+    inputs = dict(config=config, inputs_embeds=torch.ones(2, 8, 64), attention_mask=None)
+    inputs["past_key_values"] = None
+    create = masking_utils.create_causal_mask
+    assert create(**inputs) is None
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    assert create(**inputs, position_ids=positions) is None  # the attention looks at positions
+    later = "does not support a mask in which tokens see later ones: choose sdpa$"
+    for options in (
+        dict(or_mask_function=lambda b, h, q, k: k == 0),
+        dict(block_sequence_ids=torch.tensor([[-1, 0, 0, -1, -1, -1, -1, -1]] * 2)),
+    ):
+        with pytest.raises(ValueError, match=later):
+            create(**inputs, **options)
+    with pytest.raises(ValueError, match=r"does not support attention in chunks: choose sdpa$"):
+        masking_utils.create_chunked_causal_mask(**inputs)
+    config.is_causal = False
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[0, 5:] = False
+    starts = create(**inputs | {"attention_mask": mask})
+    module = torch.nn.Module()
+    module.is_causal = False
+    q = torch.ones(2, 2, 8, 16)
+    with pytest.raises(
+        ValueError, match="does not support padding or a window without a causal ma"
+    ):
+        attend(module, q, q, q, starts)
+    with pytest.raises(ValueError, match=r"does not support s_aux: choose sdpa$"):
+        attend(module, q, q, q, None, s_aux=torch.ones(2))
+
+
 def test_mistakes():
     gpt = hf.GPT2LMHeadModel(
         hf.GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=8, n_positions=8)
@@ -291,6 +530,13 @@ def test_mistakes():
         UserError, match=r"^apply does not know GPT2LMHeadModel: give a transformers model"
     ):
         xt.apply(gpt)
+    with pytest.raises(UserError, match=r"^apply does not know str: give a transformers model"):
+        xt.apply("meta-llama/Llama-3.2-1B")
+    remote = new("llama")
+    for module in remote.modules():
+        module.__class__ = type(type(module).__name__, (type(module),), {})
+    with pytest.raises(UserError, match=r"load the model without trust_remote_code$"):
+        xt.apply(remote)
     model = xt.apply(new("llama"))
     with pytest.raises(
         UserError, match=r"has xtrain's kernels already: call revert\(model\) first"

@@ -9,8 +9,18 @@ import time
 import pytest
 import torch
 from checks import assert_as_good
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_cases import CASES, outputs, random, with_gradients
+from torch_cases import (
+    CASES,
+    outputs,
+    plain_attention,
+    plain_rmsnorm,
+    plain_rope,
+    random,
+    tables,
+    with_gradients,
+)
 
 import xtrain.torch as xt
 
@@ -128,8 +138,8 @@ def test_opcheck(name, place):
         fixed = func is not op  # the backward op has no gradient of its own
         args = [x.detach().clone().requires_grad_(not fixed) if floats(x) else x for x in args]
         for i, argument in enumerate(func._schema.arguments):
-            if argument.name in ("cos", "sin"):
-                args[i] = args[i].detach()
+            if argument.name in ("cos", "sin", "inv_count"):  # have no gradient
+                args[i] = args[i] if args[i] is None else args[i].detach()
         torch.library.opcheck(func, tuple(args))
 
 
@@ -250,6 +260,53 @@ def test_the_second_backward_of_a_loss_is_refused():
         loss.backward()
 
 
+def test_modes_in_which_torch_calls_the_op():
+    """A batch of gradients, vmap and a trace: the direct call would compute something else, or fail."""
+    w = torch.ones(8)
+    x = random(1, 3, 2, 8)
+    expected = plain_rmsnorm(x, w)
+    torch.testing.assert_close(torch.vmap(lambda x: xt.rmsnorm(x, w))(x), expected)
+    traced = torch.jit.trace(xt.rmsnorm, (torch.ones(3, 2, 8), w), check_trace=False)
+    torch.testing.assert_close(traced(x, w), expected)
+    x.requires_grad_()
+    ours, theirs = (
+        torch.autograd.grad(f(x, w), x, random(2, 5, *x.shape), is_grads_batched=True)[0]
+        for f in (xt.rmsnorm, plain_rmsnorm)
+    )
+    torch.testing.assert_close(ours, theirs)
+    q = torch.empty(1, 4, 2, 16, device="meta")
+    assert xt.attention(q, q, q).shape == q.shape
+
+
+def test_inference_mode():
+    x = random(1, 1, 4, 2, 16)
+    documents = torch.tensor([0, 2, 4])
+    with torch.inference_mode():
+        found = xt.attention(x, x, x, cu_seqlens=documents)
+    torch.testing.assert_close(found, plain_attention(x, x, x, cu_seqlens=documents))
+
+
+def test_forward_mode_is_refused():
+    w = torch.ones(8)
+    x = random(1, 2, 8)
+    message = r"^xtrain::rmsnorm has no forward-mode derivative: use backward$"
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
+        xt.rmsnorm(forward_ad.make_dual(x, x), w)
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.jvp(lambda x: xt.rmsnorm(x, w), (x,), (x,))
+    with forward_ad.dual_level():
+        torch.testing.assert_close(xt.rmsnorm(x, w), plain_rmsnorm(x, w))
+
+
+def test_an_argument_without_a_gradient():
+    x = random(1, 4, 2, 8).requires_grad_()
+    cos, sin = (t.requires_grad_() for t in tables(4, 8))
+    y = xt.rope(x, cos.detach(), sin.detach())
+    torch.testing.assert_close(y, plain_rope(x, cos, sin))
+    with pytest.raises(RuntimeError, match=r"^xtrain::rope has no gradient of cos: detach it$"):
+        xt.rope(x, cos, sin).sum().backward()
+
+
 # ----------------------------------------------------------------------------- mistakes
 def test_bad_input():
     x, w = torch.ones(2, 8), torch.ones(8)
@@ -263,6 +320,44 @@ def test_bad_input():
         xt.swiglu(torch.ones(2, 7))
     with pytest.raises(ValueError, match=r"positions 0 to 9, the tables hold 0 to 7"):
         xt.rope(torch.ones(10, 1, 4), torch.ones(8, 2), torch.ones(8, 2), torch.arange(10))
+    with pytest.raises(ValueError, match=r"^rope: x has shape \(2, 8\), expected at least 3 axes$"):
+        xt.rope(x, torch.ones(8, 2), torch.ones(8, 2))
+    with pytest.raises(TypeError, match=r"must be on one device, got one on meta$"):
+        xt.rmsnorm(x, w.to("meta"))
+    with pytest.raises(ValueError, match=r"^count is 0, and the loss is divided by it$"):
+        xt.cross_entropy(x, torch.ones(2).long(), 0)
+    with pytest.raises(ValueError, match=r"^count has shape \(2,\), expected one number$"):
+        xt.cross_entropy(x, torch.ones(2).long(), torch.ones(2))
+    with pytest.raises(ValueError, match=r"^linear_logprobs: -1 rows at a time, expected at least"):
+        xt.linear_logprobs(x, x, torch.ones(2).long(), rows=-1)
+    with pytest.raises(NotImplementedError, match="SparseCPU"):
+        xt.rmsnorm(x.to_sparse(), w)
+
+
+@pytest.mark.parametrize("argument", [dict(eps=None), dict(eps="1e-6")])
+def test_an_argument_of_another_type(argument):
+    """Torch says what is wrong; the direct call, which checks no schema, computed NaN."""
+    with pytest.raises(RuntimeError, match="Expected a value of type 'float' for argument 'eps'"):
+        xt.rmsnorm(torch.ones(2, 8), torch.ones(8), **argument)
+
+
+def test_bad_documents():
+    q = random(1, 1, 6, 2, 16)
+    run = lambda *numbers, **options: xt.attention(
+        q, q, q, cu_seqlens=torch.tensor(numbers), **options
+    )
+    order = r"^attention: cu_seqlens must begin with 0, not decrease, and end with 6$"
+    for numbers in ((2, 4, 6), (0, 4, 2, 6), (0, 3, 9)):
+        with pytest.raises(ValueError, match=order):
+            run(*numbers)
+    with pytest.raises(ValueError, match=r"cu_seqlens is torch.float32 of shape \(3,\), expected"):
+        run(0.0, 2.0, 6.0)
+    with pytest.raises(ValueError, match=r"cu_seqlens is torch.int64 of shape \(1, 3\), expected"):
+        run([0, 2, 6])
+    with pytest.raises(ValueError, match=r"^attention: give cu_seqlens or starts, not both$"):
+        run(0, 2, 6, starts=torch.zeros(1, 6, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="Expected a value of type 'int' for argument 'window'"):
+        xt.attention(q, q, q, window=2.5)
 
 
 def test_registering_one_s_own_op():
@@ -287,6 +382,12 @@ def test_registering_one_s_own_op():
         )
     with pytest.raises(ValueError, match="no namespace"):
         xt.register_op("scale(Tensor x) -> Tensor y", lambda x: x)
+    with pytest.raises(ValueError, match=r"result without a name: write -> Tensor y$"):
+        xt.register_op("test_ops::nameless(Tensor x) -> Tensor", lambda x: x, fake=sum)
+    with pytest.raises(ValueError, match=r"keywords only: leave out the \*$"):
+        xt.register_op("test_ops::words(Tensor x, *, int n) -> Tensor y", lambda x: x, fake=sum)
+    with pytest.raises(TypeError, match="is no op of register_op: call it as torch does"):
+        xt.call(torch.ops.aten.sin.default, x)
     with pytest.raises(ValueError, match="backward of test_ops::twice: z is neither"):
         xt.register_op(
             "test_ops::twice(Tensor x) -> Tensor y",
@@ -296,6 +397,47 @@ def test_registering_one_s_own_op():
                 "test_ops::twice_backward(Tensor dy, Tensor x, Tensor z) -> Tensor dx", lambda *a: a
             ),
         )
+
+
+def test_an_op_is_registered_again():
+    """As a cell of a notebook that runs twice."""
+
+    def cell(factor):
+        return xt.register_op(
+            "test_ops::times(Tensor x) -> Tensor y",
+            lambda x: factor * x,
+            fake=torch.empty_like,
+            backward=lambda dy: {"x": factor * dy},
+        )
+
+    cell(2)
+    times = cell(3)
+    x = torch.ones(3, requires_grad=True)
+    torch.library.opcheck(times, (x,))
+    times(x).sum().backward()
+    assert times(x).tolist() == x.grad.tolist() == [3, 3, 3]
+
+
+def test_mistakes_in_an_op_of_one_s_own():
+    def register(name, launcher, **options):
+        schema = f"test_ops::{name}(Tensor x) -> Tensor y"
+        return xt.register_op(schema, launcher, fake=torch.empty_like, **options)
+
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(
+        TypeError, match="nothing: the launcher returned 0 arrays, the schema has 1"
+    ):
+        register("nothing", lambda x: None)(x.detach())
+    for name, backward, returned in (
+        ("other_name", lambda dy: {"X": dy}, r"\['X'\]"),
+        ("no_dict", lambda dy: dy, "Tensor"),
+    ):
+        y = register(name, lambda x: 2 * x, backward=backward)(x)
+        with pytest.raises(TypeError, match=rf"{name} returned {returned}, expected a dict, arg"):
+            y.sum().backward()
+    y = register("without", lambda x: 2 * x, backward=lambda dy: {})(x)
+    with pytest.raises(RuntimeError, match=r"^test_ops::without has no gradient of x: detach it$"):
+        y.sum().backward()
 
 
 # ----------------------------------------------------------------------------- only with a GPU

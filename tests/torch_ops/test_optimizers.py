@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch_cases import on, random
 
 import xtrain.torch as xt
@@ -105,6 +106,59 @@ def test_opcheck(place):
         torch.library.opcheck(torch.ops.xtrain.adamw_.default, arguments)
 
 
+@places
+def test_a_gradient_that_comes_later(place):
+    """Each parameter counts its own updates, as in torch: a layer that is unfrozen begins with the first."""
+    results = []
+    for kind in (torch.optim.AdamW, xt.AdamW):
+        first, late = parameters(place, shapes=[(6, 9), (7,)])
+        optimizer = kind([first, late], lr=0.01)
+        with on(place):
+            train(optimizer, [first])
+            results.append(train(optimizer, [first, late], first=3))
+    for theirs, ours in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", [xt.AdamW, xt.Muon])
+def test_loaded_for_parameters_of_another_dtype(kind):
+    """float32 parameters are the weights; bf16 ones get weights."""
+    for saved, loaded in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        old = kind(parameters("cpu", saved, [(6, 9)]))
+        train(old, old.param_groups[0]["params"])
+        params = parameters("cpu", loaded, [(6, 9)])
+        before = params[0].detach().clone()
+        new = kind(params)
+        new.load_state_dict(old.state_dict())
+        new.param_groups[0]["lr"] = 0.1
+        train(new, params, 1, first=3)
+        assert (params[0] - before).abs().max() > 0.01
+
+
+def test_divided_by_fsdp2():
+    """AdamW updates this rank's part and keeps state that can be divided anew; Muon refuses."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = torch.nn.Linear(9, 6)
+        fully_shard(layer, mesh=dist.init_device_mesh("cpu", (1,)))
+        params = list(layer.parameters())
+        expected = [p.full_tensor().detach().clone().requires_grad_() for p in params]
+        layer(random(1, 4, 9)).sum().backward()
+        for p, q in zip(params, expected):
+            q.grad = p.grad.full_tensor()
+        optimizer = xt.AdamW(params)
+        optimizer.step()
+        xt.AdamW(expected).step()
+        assert all(torch.equal(p.full_tensor(), q) for p, q in zip(params, expected))
+        assert all(hasattr(optimizer.state[p]["m"], "full_tensor") for p in params)
+        with pytest.raises(ValueError, match=r"^Muon: a parameter is divided among ranks, and an"):
+            xt.Muon([layer.weight])
+    finally:
+        dist.destroy_process_group()
+
+
 def test_closure():
     (p,) = parameters("cpu", shapes=[(3,)])
 
@@ -125,11 +179,33 @@ def test_mistakes():
         match=r"^Muon: a parameter has shape \(7,\) and is not a matrix: give it to AdamW$",
     ):
         xt.Muon(parameters("cpu"))
+    muon = xt.Muon(parameters("cpu", shapes=[(6, 9)]))
+    with pytest.raises(ValueError, match=r"is not a matrix: give it to AdamW$"):
+        muon.add_param_group({"params": parameters("cpu", shapes=[(7,)])})
+    assert len(muon.param_groups) == 1
     half = parameters("cpu", torch.float16)
     with pytest.raises(
         TypeError, match=r"^AdamW: a parameter is torch.float16, expected float32 or bf"
     ):
         train(xt.AdamW(half), half)
+    params = parameters("cpu")
+    with pytest.raises(
+        ValueError, match=r"^AdamW: the state holds step, exp_avg, exp_avg_sq, expected m, v: anoth"
+    ):
+        other = torch.optim.AdamW(params)
+        train(other, params)
+        xt.AdamW(params).load_state_dict(other.state_dict())
+    for options in (dict(lr=-1.0), dict(eps=-1.0), dict(weight_decay=-1.0)):
+        with pytest.raises(ValueError, match=r"^AdamW: \w+ is -1.0, below 0$"):
+            xt.AdamW(params, **options)
+    with pytest.raises(ValueError, match=r"^AdamW: a rate of a moment is 1.5, expected 0 to below"):
+        xt.AdamW(params, betas=(0.9, 1.5))
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(
+        TypeError, match=r"^AdamW: a gradient is sparse: make the embedding sparse="
+    ):
+        xt.AdamW(table.parameters()).step()
     w = [torch.ones(2, requires_grad=True)]
     hyper = torch.ones(3)
     with pytest.raises(

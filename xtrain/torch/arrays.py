@@ -47,6 +47,10 @@ _arrays: dict[tuple, Any] = {}  # address, shape, ... -> CuPy's array, which doe
 _streams: dict[tuple[int, int], Any] = {}  # (GPU, handle) -> CuPy's object for torch's stream
 
 
+class NoMemory(RuntimeError):
+    """A tensor has no memory of its own: it is sparse, or a batch of tensors inside vmap."""
+
+
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
     """Run the kernels of CPU tensors in xtrain.simulator, in place of the references.
@@ -73,6 +77,8 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype:
 # ----------------------------------------------------------------------------- on the CPU
 def as_numpy(x: torch.Tensor) -> np.ndarray:
     """Return the array with the memory of a CPU tensor."""
+    if x.device.type != "cpu":
+        raise TypeError(f"all tensors of an op must be on one device, got one on {x.device}")
     dtype = numpy_dtype(x.dtype)
     x = x.detach()
     if dtype == BF16:

@@ -7,6 +7,7 @@ Padding and several documents in a row
 become `starts`: where in the row the document of each token begins.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ..kernels.attention import flash_attention as _flash
 from ..kernels.attention.key_bounds import UNBOUNDED, KeyBounds, document_bounds
+from ..kernels.runtime.launch import check
 from .ops import autocast, new_like, wide
 from .register import call, register_op
 
@@ -85,7 +87,8 @@ def attention(
     scale: of the scores; None: 1 / sqrt(D).
     window: a query sees this many keys at most, itself among them; 0: all. Causal only.
     cu_seqlens: (n + 1,) integers, where the documents of the only row begin, and its end: B = 1.
-    starts: (B, T) int32, where in the row the document of each token begins; T = S.
+    starts: (B, T) int32, where in the row the document of each token begins; T = S. Of both, whose
+        values are checked on the CPU only, give one.
     Memory grows with T, not with T^2; the same input gives the same bits. Under autocast q, k and v
     are converted.
     """
@@ -95,6 +98,7 @@ def attention(
     if window >= k.shape[1]:
         window = 0
     if cu_seqlens is not None:
+        check(starts is None, "attention: give cu_seqlens or starts, not both")
         starts = starts_of(cu_seqlens, q)
     first = last = None
     if starts is not None:
@@ -104,12 +108,28 @@ def attention(
 
 
 def starts_of(cu_seqlens: Tensor, q: Tensor) -> Tensor:
-    """Return `starts` (1, T) of attention for its cu_seqlens. Raises ValueError for several rows."""
+    """Return `starts` (1, T) of attention for its cu_seqlens.
+
+    Raises ValueError for several rows, and if cu_seqlens is not what attention expects.
+    """
+    T = q.shape[1]
     if q.shape[0] != 1:
         raise ValueError(
             f"attention: cu_seqlens describes one row, and q has {q.shape[0]}: give starts (B, T)"
         )
-    positions = torch.arange(q.shape[1], device=q.device)
+    vector = cu_seqlens.dim() == 1 and len(cu_seqlens) > 0
+    if not vector or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f"attention: cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}, "
+            "expected integers (n + 1,)"
+        )
+    if cu_seqlens.is_cpu and not torch.compiler.is_compiling():
+        ends = cu_seqlens.tolist()
+        check(
+            ends[0] == 0 and ends == sorted(ends) and ends[-1] <= T,
+            f"attention: cu_seqlens must begin with 0, not decrease, and end with {T}",
+        )
+    positions = torch.arange(T, device=q.device)
     document = torch.searchsorted(cu_seqlens.to(q.device, torch.int64), positions, right=True) - 1
     return cu_seqlens.to(q.device)[document].int()[None]
 
@@ -135,22 +155,24 @@ def transformers_attention(
     position_ids: each document of a row begins with position 0.
     Raises ValueError for dropout, and for masks and options that the kernels do not have.
     """
-    unsupported = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name)]
+    unsupported = [
+        name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None
+    ]
     if dropout:
         unsupported.append(f"dropout {dropout}")
     if attention_mask is not None and attention_mask.dim() != 2:
         unsupported.append(f"a mask with {attention_mask.dim()} axes")
-    if unsupported:
-        raise ValueError(
-            f"attn_implementation='{NAME}' does not support {', '.join(unsupported)}: choose sdpa"
-        )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    if not is_causal and (attention_mask is not None or sliding_window):
+        unsupported.append("padding or a window without a causal mask")
+    if unsupported:
+        raise _unsupported(", ".join(unsupported))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     starts = attention_mask
     if cu_seq_lens_q is not None:
         starts = starts_of(cu_seq_lens_q, q)
-    elif position_ids is not None and q.shape[1] == k.shape[1] > 1:
+    elif is_causal and position_ids is not None and q.shape[1] == k.shape[1] > 1:
         documents = starts_of_positions(position_ids)
         if documents is not None:
             documents = documents.expand(q.shape[:2])
@@ -161,22 +183,34 @@ def transformers_attention(
     return o, None
 
 
+def _unsupported(what: str) -> ValueError:
+    return ValueError(f"attn_implementation='{NAME}' does not support {what}: choose sdpa")
+
+
 def starts_of_positions(position_ids: Tensor) -> Tensor | None:
     """Return where the document of each token begins, (B, T) int32, for positions (B, T).
 
-    None if every row is one document. This looks at the values, once per tensor: all layers get
-    the same. While torch.compile traces, it cannot look, and documents are always assumed.
+    A document begins where positions do not count on, as in transformers. None if every row is one
+    document. This looks at the values, once per tensor: all layers get the same. While
+    torch.compile traces, it cannot look, and documents are always assumed.
     """
-    known = getattr(position_ids, "_xtrain_starts", None)
-    if known is not None and known[0] == position_ids._version:
-        return known[1]
-    positions = torch.arange(position_ids.shape[-1], device=position_ids.device)
-    starts = (positions - position_ids).clamp(min=0).int()
     if torch.compiler.is_compiling():
-        return starts
+        return _starts_of_documents(position_ids)
+    counted = not position_ids.is_inference()  # of other tensors, torch counts the changes
+    known = getattr(position_ids, "_xtrain_starts", None)
+    if known is not None and counted and known[0] == position_ids._version:
+        return known[1]
+    starts = _starts_of_documents(position_ids)
     found = starts if bool(starts.any()) else None
-    position_ids._xtrain_starts = position_ids._version, found  # type: ignore[attr-defined]
+    if counted:
+        position_ids._xtrain_starts = position_ids._version, found  # type: ignore[attr-defined]
     return found
+
+
+def _starts_of_documents(position_ids):
+    indices = torch.arange(position_ids.shape[-1], device=position_ids.device)
+    steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1)
+    return torch.where(steps != 1, indices, 0).cummax(1).values.int()
 
 
 def transformers_mask(
@@ -184,16 +218,23 @@ def transformers_mask(
     q_length: int,
     kv_length: int,
     attention_mask: Tensor | None = None,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
     **options: Any,
 ) -> Tensor | None:
     """Return `starts` (B, T) for a mask of padding (B, S), True for tokens; None without padding.
 
-    The padding of a row counts as a document. Raises ValueError for padding inside a sequence, and
-    next to a KV cache.
+    The first query has the position q_offset, the first key kv_offset. The padding of a row counts
+    as a document. Raises ValueError for padding inside a sequence, and next to a KV cache, and for
+    a mask that is more than causal, a window and padding.
     """
+    if "allow_is_bidirectional_skip" not in options:  # else every query sees every key
+        if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
+            raise _unsupported("a static KV cache")
+        _check_causal(batch_size, q_length, q_offset, kv_offset + kv_length, **options)
     if attention_mask is None:
         return None
-    mask = attention_mask.bool()
+    mask = attention_mask.bool()[:, kv_offset:]
     compiling = torch.compiler.is_compiling()
     if not compiling and bool(mask.all()) and mask.shape[1] == kv_length:
         return None
@@ -205,11 +246,40 @@ def transformers_mask(
     begins = torch.zeros_like(mask)
     begins[:, 1:] = mask[:, 1:] != mask[:, :-1]
     if not compiling and bool((begins.sum(1) > 2).any() | (mask[:, 0] & (begins.sum(1) > 1)).any()):
-        raise ValueError(
-            f"attn_implementation='{NAME}' does not support padding inside a sequence: choose sdpa"
-        )
+        raise _unsupported("padding inside a sequence")
     positions = torch.arange(kv_length, device=mask.device).expand(batch_size, kv_length)
     return torch.where(begins, positions, 0).cummax(1).values.int()
+
+
+def _check_causal(
+    batch_size: int,
+    q_length: int,
+    first: int,
+    length: int,
+    mask_function: Callable | None = None,
+    use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    config: Any = None,
+    device: Any = None,
+    **options: Any,
+) -> None:
+    """Raise ValueError if a mask of transformers is not causal, or more than that and a window.
+
+    first: position of the first query, length: of all keys, the others as transformers gives them:
+    with allow_is_causal_skip there is nothing special. While torch.compile traces, it cannot look.
+    """
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and chunk == local_size and length > chunk:
+        raise _unsupported("attention in chunks")
+    special = use_vmap
+    looks = not (allow_is_causal_skip or use_vmap or torch.compiler.is_compiling())
+    if looks and mask_function is not None:
+        rows = torch.arange(batch_size, device=device)[:, None]
+        t = torch.arange(first, first + q_length - 1, device=device)
+        special = bool(mask_function(rows, 0, t, t + 1).any())  # do queries see the next key?
+    if special:
+        raise _unsupported("a mask in which tokens see later ones")
 
 
 def register_attention() -> None:

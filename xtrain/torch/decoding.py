@@ -11,7 +11,7 @@ from ..kernels import linear_cross_entropy as _linear_cross_entropy
 from ..kernels.decoding import logprobs as _logprobs
 from ..kernels.decoding import sampling as _sampling
 from ..kernels.gemm import linear_into
-from ..kernels.runtime.launch import empty
+from ..kernels.runtime.launch import check, empty
 from .ops import autocast, new_like, rows_of, wide
 from .register import call, register_op
 
@@ -141,9 +141,11 @@ _linear_logprobs_op = register_op(
 def linear_logprobs(x: Tensor, weight: Tensor, tokens: Tensor, rows: int = 0) -> Tensor:
     """Return the log-probabilities of the tokens under the logits x weight^T, with gradients.
 
-    x: (..., C), weight: (V, C), both float32 or both bf16; autocast converts. tokens: (...) int32 or int64, all below
-    V. The result is (...) float32. The logits exist for `rows` rows at a time; 0: 2048.
+    x: (..., C), weight: (V, C), both float32 or both bf16; autocast converts. tokens: (...) int32
+    or int64, all below V. The result is (...) float32. The logits exist for `rows` rows at a time;
+    0: 2048.
     """
+    check(rows >= 0, f"linear_logprobs: {rows} rows at a time, expected at least 1")
     x, weight = autocast(x, weight)
     grad = torch.is_grad_enabled()
     wants = grad and x.requires_grad, grad and weight.requires_grad

@@ -31,7 +31,15 @@ from ..device import cupy
 from ..kernels.gemm import cublas_product
 from ..kernels.runtime import launch
 from ..kernels.runtime.instead import Number
-from .arrays import TORCH_DTYPES, as_list, cuda_device, numpy_dtype, on_stream, run_launcher
+from .arrays import (
+    TORCH_DTYPES,
+    NoMemory,
+    as_list,
+    cuda_device,
+    numpy_dtype,
+    on_stream,
+    run_launcher,
+)
 
 ALIGNMENT = 16  # bytes: what a launcher may ask of an address
 SHIFT = 44  # the placeholder of array n has the address (n + 1) << SHIFT
@@ -426,7 +434,10 @@ class Repeatable:
                     a = float
                 layout.append(a)
                 continue
-            address = a.data_ptr()
+            try:
+                address = a.data_ptr()
+            except RuntimeError:
+                raise NoMemory("a tensor has no memory of its own") from None
             if i in self.strided:
                 layout += (a.stride(), address % ALIGNMENT)
             elif address % ALIGNMENT or not a.is_contiguous():

@@ -8,8 +8,8 @@ from torch import Tensor
 from ..kernels import cross_entropy as _cross_entropy
 from ..kernels import linear_cross_entropy as _linear_cross_entropy
 from ..kernels import softmax as _softmax
-from ..kernels.runtime.launch import empty, empty_like
-from .ops import autocast, new_like, rows_of, wide
+from ..kernels.runtime.launch import check, empty, empty_like
+from .ops import autocast, check_axes, new_like, rows_of, wide
 from .register import call, register_op
 
 
@@ -79,11 +79,13 @@ def linear_cross_entropy(
 
 
 def inverse(count: Tensor | float | None, x: Tensor) -> Tensor | None:
-    """Return 1 / count, (1,) float32, on the device of x."""
+    """Return 1 / count, (1,) float32, on the device of x. Raises ValueError for 0, or a vector."""
     if count is None:
         return None
     if isinstance(count, Tensor):
+        check(count.numel() == 1, f"count has shape {tuple(count.shape)}, expected one number")
         return (1 / count.to(x.device, torch.float32)).reshape(1)
+    check(count != 0, "count is 0, and the loss is divided by it")
     return torch.full((1,), 1 / count, dtype=torch.float32, device=x.device)
 
 
@@ -145,6 +147,7 @@ def softmax(s: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
 
     causal: row t of the T rows sees the columns up to t + S - T.
     """
+    check_axes("softmax", "s", s, 2)
     T, S = s.shape[-2:]
     return call(_softmax_op, s.reshape(math.prod(s.shape[:-2]), T, S), T, scale, causal).view(
         s.shape

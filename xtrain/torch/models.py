@@ -12,6 +12,7 @@ is replaced in a decoder layer:
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from types import MethodType
@@ -34,7 +35,7 @@ FAMILIES = {
     "qwen3": "Qwen3",
     "smollm3": "SmolLM3",
 }
-_MARK = "_xtrain_replaced"  # of a module: the name of the replaced method
+_MARK = "_xtrain_replaced"  # of a module whose forward is replaced
 _ATTENTION = "_xtrain_attention"  # of a model: its attention implementation before
 
 
@@ -47,7 +48,7 @@ def apply(model: nn.Module, attention: bool = True, loss: bool = True) -> nn.Mod
         kernels do not have, or padded prompts next to a KV cache.
     loss: also head and loss; then the output of a call with labels has no logits.
     Call it before torch.compile, DistributedDataParallel, fully_shard or Accelerator.prepare.
-    Raises UserError for another model.
+    Raises UserError for another model, and for one with replaced forwards.
     """
     root = _pretrained(model)
     family = root.config.model_type
@@ -55,19 +56,29 @@ def apply(model: nn.Module, attention: bool = True, loss: bool = True) -> nn.Mod
     if hasattr(root, _ATTENTION):
         raise UserError("this model has xtrain's kernels already: call revert(model) first")
     replaced = _replacements(prefix)
-    modeling = None
-    for module in root.modules():
-        new = replaced.get(type(module).__name__)
-        if new is not None and f".{family}." in type(module).__module__:
-            _replace(module, new)
-            modeling = sys.modules[type(module).__module__]
-    _dispatch_rope(modeling)
+    known = [
+        (module, replaced[type(module).__name__])
+        for module in root.modules()
+        if type(module).__name__ in replaced and f".{family}." in type(module).__module__
+    ]
+    if not known:
+        raise UserError(
+            f"apply does not know the modules of {type(root).__name__}, which are not those of "
+            f"transformers.models.{family}: load the model without trust_remote_code"
+        )
+    if loss and type(root).forward is _forward_of(type(root), f"{prefix}ForCausalLM"):
+        known.append((root, _causal_lm_forward))
+    for module, _ in known:
+        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+            raise UserError(
+                f"the forward of {type(module).__name__} is not its own any more: call apply before "
+                "Accelerator.prepare, before a Trainer is made, and without another library's kernels"
+            )
+    for module, new in known:
+        _replace(module, new)
     setattr(root, _ATTENTION, root.config._attn_implementation)
     if attention:
-        register_attention()
         root.set_attn_implementation(NAME)
-    if loss and type(root).__name__ == f"{prefix}ForCausalLM":
-        _replace(root, _causal_lm_forward(type(root).forward))
     return model
 
 
@@ -77,11 +88,12 @@ def revert(model: nn.Module) -> nn.Module:
     if not hasattr(root, _ATTENTION):
         return model
     for module in root.modules():
-        name = module.__dict__.pop(_MARK, None)
-        if name == "forward":
+        if not module.__dict__.pop(_MARK, False):
+            continue
+        if hasattr(module, "_hf_hook"):
+            module._old_forward = MethodType(type(module).forward, module)
+        else:
             del module.forward
-        elif name is not None:
-            setattr(module, name, MethodType(type(module).forward, module))
     root.set_attn_implementation(getattr(root, _ATTENTION))
     delattr(root, _ATTENTION)
     return model
@@ -91,7 +103,7 @@ def _pretrained(model: nn.Module) -> Any:
     """Return the model of transformers in `model`, which may be inside peft's."""
     from transformers import PreTrainedModel
 
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, PreTrainedModel) and module.config.model_type in FAMILIES:
             return module
     known = ", ".join(FAMILIES)
@@ -104,8 +116,66 @@ def _pretrained(model: nn.Module) -> Any:
 def _replace(module: nn.Module, forward: Callable) -> None:
     """Replace a module's forward. Accelerate's hooks keep the module's own in _old_forward."""
     name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-    setattr(module, name, MethodType(forward, module))
-    module.__dict__[_MARK] = name
+    setattr(module, name, _bound(forward, module))
+    module.__dict__[_MARK] = True
+
+
+class _Forward(functools.partial):
+    """A function as a module's forward, which can be copied and pickled with the module.
+
+    Its signature is that of the module's own, where a Trainer looks for the columns to pass.
+    """
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        (module,) = self.args
+        return inspect.signature(MethodType(type(module).forward, module))
+
+    @property
+    def __func__(self) -> Callable:
+        """What Accelerate wraps for mixed precision, and makes a method of the module again."""
+        (module,) = self.args
+        forward = self.func
+
+        def unbound(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        unbound.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
+        return unbound
+
+    def __reduce__(self) -> tuple:
+        return _bound, (self.func, *self.args)
+
+
+def _bound(forward: Callable, module: nn.Module) -> _Forward:
+    """Return the function as a forward of the module, ready to be called in this process."""
+    register_attention()
+    _dispatch_rope(sys.modules[type(module).__module__])
+    return _Forward(forward, module)
+
+
+def _forward_of(kind: Any, name: str) -> Callable | None:
+    """Return the forward of the base class with this name."""
+    return next((base.forward for base in kind.__mro__ if base.__name__ == name), None)
+
+
+def _has_hooks(module: Any) -> bool:
+    """Does more happen in a call of the module than its forward?"""
+    before = module._forward_pre_hooks or module._backward_pre_hooks
+    return bool(before or module._forward_hooks or module._backward_hooks)
+
+
+def _is_plain(module: Any) -> bool:
+    """May an op read the module's weight without calling the module?
+
+    Not if a hook wants to know of the call, or the weight is loaded or gathered in it.
+    """
+    return not (_has_hooks(module) or module.weight.is_meta)
+
+
+def _is_plain_norm(module: Any) -> bool:
+    """The same for a norm, which an adapter of peft may take the place of."""
+    return hasattr(module, _MARK) and _is_plain(module)
 
 
 def _replacements(prefix: str) -> dict[str, Callable]:
@@ -129,13 +199,13 @@ def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _mlp_forward(self: Any, x: Tensor) -> Tensor:
-    if self.config.hidden_act != "silu":
+    if self.config.hidden_act != "silu" or _has_hooks(self.act_fn):
         return type(self).forward(self, x)
     return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 def _packed_mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    if self.config.hidden_act != "silu":
+    if self.config.hidden_act != "silu" or _has_hooks(self.activation_fn):
         return type(self).forward(self, hidden_states)
     return self.down_proj(swiglu(self.gate_up_proj(hidden_states)))
 
@@ -144,7 +214,11 @@ def _layer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     norm = self.post_attention_layernorm
     r = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
     r = getattr(self, "resid_attn_dropout", _unchanged)(r)  # Phi-3's
-    h, y = residual_rmsnorm(hidden_states, r, norm.weight, norm.variance_epsilon)
+    if _is_plain_norm(norm):
+        h, y = residual_rmsnorm(hidden_states, r, norm.weight, norm.variance_epsilon)
+    else:
+        h = hidden_states + r
+        y = norm(h)
     return h + getattr(self, "resid_mlp_dropout", _unchanged)(self.mlp(y))
 
 
@@ -161,8 +235,11 @@ def _qk_norm_attention_forward(
     turned = []
     for product, norm in ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm)):
         x = product(hidden_states).view(shape)
-        eps = norm.variance_epsilon
-        y = norm_rope(_as_sequences(x, cos), norm.weight, cos, sin, eps)
+        if _is_plain_norm(norm):
+            eps = norm.variance_epsilon
+            y = norm_rope(_as_sequences(x, cos), norm.weight, cos, sin, eps)
+        else:
+            y = rope(_as_sequences(norm(x), cos), cos, sin)
         turned.append(y.view(x.shape))
     q, k, v = (x.transpose(1, 2) for x in (*turned, self.v_proj(hidden_states).view(shape)))
     cache = kwargs.pop("cache", None)
@@ -195,8 +272,8 @@ def _dispatch_rope(modeling: Any) -> None:
 
     With its own tables, those of other models, it does what it did.
     """
-    original = modeling.apply_rotary_pos_emb
-    if hasattr(original, "original"):
+    original = getattr(modeling, "apply_rotary_pos_emb", None)
+    if original is None or hasattr(original, "original"):
         return
 
     def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
@@ -223,35 +300,28 @@ def _as_sequences(x: Tensor, cos: Tensor) -> Tensor:
     return x if len(cos) == x.shape[1] else x.flatten(0, 1)[None]
 
 
-@functools.cache
-def _causal_lm_forward(original: Callable) -> Callable:
-    """Return a forward with the signature of `original`, which a Trainer looks at.
-
-    It computes the loss without logits if there are labels and nothing about head and loss is
-    special.
-    """
+def _causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute the loss without logits, if there are labels and nothing about head and loss is
+    special."""
     from transformers.loss.loss_utils import ForCausalLMLoss
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        head = self.lm_head
-        plain = type(head) is nn.Linear and head.bias is None
-        if kwargs.get("labels") is None or not plain or self.loss_function is not ForCausalLMLoss:
-            return original(self, *args, **kwargs)
-        labels = kwargs.pop("labels")
-        count = kwargs.pop("num_items_in_batch", None)
-        targets = kwargs.pop("shift_labels", None)
-        kwargs.pop("logits_to_keep", None)
-        return_dict = kwargs.pop("return_dict", None)
-        if targets is None:
-            targets = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
-        outputs = dict(self.model(*args, **kwargs, return_dict=True))
-        hidden = outputs.pop("last_hidden_state")
-        loss = linear_cross_entropy(hidden, head.weight, targets.to(hidden.device), count)
-        output = CausalLMOutputWithPast(loss=loss, **outputs)
-        if return_dict is False or (return_dict is None and not self.config.return_dict):
-            return output.to_tuple()
-        return output
-
-    return forward
+    head = self.lm_head
+    plain = type(head) is nn.Linear and head.bias is None and self.loss_function is ForCausalLMLoss
+    plain = plain and kwargs.get("ignore_index", -100) == -100
+    if kwargs.get("labels") is None or not plain or not _is_plain(head):
+        return type(self).forward(self, *args, **kwargs)
+    labels = kwargs.pop("labels")
+    count = kwargs.pop("num_items_in_batch", None)
+    targets = kwargs.pop("shift_labels", None)
+    kwargs.pop("logits_to_keep", None)
+    return_dict = kwargs.pop("return_dict", None)
+    if targets is None:
+        targets = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+    outputs = dict(self.model(*args, **kwargs, return_dict=True))
+    hidden = outputs.pop("last_hidden_state")
+    loss = linear_cross_entropy(hidden, head.weight, targets.to(hidden.device), count)
+    output = CausalLMOutputWithPast(loss=loss, **outputs)
+    if return_dict is False or (return_dict is None and not self.config.return_dict):
+        return output.to_tuple()
+    return output

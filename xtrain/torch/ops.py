@@ -29,7 +29,7 @@ def autocast(*tensors: Tensor) -> list[Tensor]:
     """Return the tensors in the dtype of autocast, where it is enabled: as torch does with the
     operands of products."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return list(tensors)
     return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
 
@@ -42,6 +42,12 @@ def wide(x: Tensor) -> torch.dtype:
 def new_like(like: Tensor, shape, dtype: torch.dtype | None = None) -> Tensor:
     """Return an empty contiguous tensor, for a fake implementation."""
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def check_axes(op: str, name: str, x: Tensor, count: int) -> None:
+    """Raise ValueError for a tensor with fewer axes than an op needs."""
+    if x.dim() < count:
+        raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected at least {count} axes")
 
 
 def rows_of(x: Any) -> Any:
@@ -198,6 +204,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -
     positions: (..., T), any integers below P; None: 0 to T - 1 in each sequence.
     A position outside the tables raises ValueError on the CPU; on a GPU the result is NaN.
     """
+    check_axes("rope", "x", x, 3)
     T = x.shape[-3]
     if positions is not None:
         positions = positions.reshape(-1)
@@ -277,6 +284,7 @@ def qk_norm_rope(
     q_weight, k_weight: (D,) float32 or bf16, both None: no norm.
     cos, sin, positions: as in rope. heads, kv_heads: H and G.
     """
+    check_axes("qk_norm_rope", "qkv", qkv, 2)
     *outer, T, _ = qkv.shape
     if positions is not None:
         positions = positions.reshape(-1)
@@ -336,6 +344,7 @@ def norm_rope(
 
     weight: (D,) float32 or bf16. The rest as in rope.
     """
+    check_axes("norm_rope", "x", x, 3)
     T = x.shape[-3]
     if positions is not None:
         positions = positions.reshape(-1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..kernels import adamw as _adamw
 from ..kernels import cast as _cast
 from ..kernels import muon as _muon
-from ..kernels.runtime.launch import dtype_name, empty, on_host, zeros
+from ..kernels.runtime.launch import check, dtype_name, empty, on_host, zeros
 from .register import register_op
 
 
@@ -69,46 +69,94 @@ _muon_op = register_op(
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """What both have in common: the state of a parameter, and a group's tensors as lists."""
+    """What both have in common: options, the state of a parameter, a group's tensors as lists."""
 
     moments: tuple[str, ...] = ()
 
-    def tensors(self, params: Iterable[Tensor]) -> dict[str, list[Tensor]]:
-        """Return the parameters that have a gradient, and what belongs to them.
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters. Raises ValueError for one that cannot be updated."""
+        super().add_param_group(param_group)
+        try:
+            self.check_group(self.param_groups[-1])
+        except ValueError:
+            del self.param_groups[-1]
+            raise
 
-        Raises TypeError for a dtype other than float32 and bf16.
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError if an option of a group is out of range."""
+        for name in ("lr", "eps", "weight_decay"):
+            check(group.get(name, 0) >= 0, f"{self.name}: {name} is {group.get(name)}, below 0")
+        for rate in (*group.get("betas", ()), group.get("momentum", 0)):
+            check(
+                0 <= rate < 1, f"{self.name}: a rate of a moment is {rate}, expected 0 to below 1"
+            )
+
+    @property
+    def name(self) -> str:
+        """The name of the class, for messages"""
+        return type(self).__name__
+
+    def state_of(self, p: Tensor) -> dict[str, Any]:
+        """Return the state of a parameter, which is made when it first has a gradient."""
+        state = self.state[p]
+        for name in self.moments:
+            if name not in state:
+                state[name] = torch.zeros_like(p, dtype=torch.float32)
+        if p.dtype == torch.bfloat16 and "weight" not in state:
+            state["weight"] = p.detach().float()
+        return state
+
+    def updated(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Return the parameters that have a gradient.
+
+        Raises TypeError for a dtype other than float32 and bf16, and for a sparse gradient.
         """
-        found: dict[str, list[Tensor]] = {"params": [], "weights": [], "grads": []}
-        found |= {name: [] for name in self.moments}
+        found = []
         for p in params:
             if p.grad is None:
                 continue
             if p.dtype not in (torch.float32, torch.bfloat16):
                 raise TypeError(
-                    f"{type(self).__name__}: a parameter is {p.dtype}, expected float32 or bfloat16"
+                    f"{self.name}: a parameter is {p.dtype}, expected float32 or bfloat16"
                 )
-            state = self.state[p]
-            if not state:
-                for name in self.moments:
-                    state[name] = torch.zeros_like(p, dtype=torch.float32)
-                if p.dtype == torch.bfloat16:
-                    state["weight"] = p.detach().float()
-            found["params"].append(p)
-            found["weights"].append(state.get("weight", p))
-            found["grads"].append(p.grad)
-            for name in self.moments:
-                found[name].append(state[name])
+            if p.grad.layout != torch.strided:
+                raise TypeError(
+                    f"{self.name}: a gradient is sparse: make the embedding sparse=False"
+                )
+            found.append(p)
         return found
 
+    def tensors(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
+        """Return parameters, float32 weights, gradients and moments, for the ops: of a parameter
+        that FSDP2 has divided, the part of this rank."""
+        columns: list[list[Tensor]] = [[] for _ in range(3 + len(self.moments))]
+        for p in params:
+            state = self.state_of(p)
+            weight = state["weight"] if p.dtype == torch.bfloat16 else p
+            row = (p, weight, p.grad, *[state[name] for name in self.moments])
+            for column, x in zip(columns, row):
+                column.append(x.to_local() if hasattr(x, "to_local") else x)
+        return columns
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do torch's, which converts states to the dtypes of their parameters, and undo that."""
-        super().load_state_dict(state_dict)
+        """Do torch's, which converts states to the dtypes of their parameters, and undo that.
+
+        Raises ValueError for the state of another optimizer.
+        """
         saved = state_dict["state"]
+        for values in saved.values():
+            check(
+                set(self.moments) <= set(values),
+                f"{self.name}: the state holds {', '.join(values)}, expected "
+                f"{', '.join(self.moments)}: another optimizer has saved it",
+            )
+        super().load_state_dict(state_dict)
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(ids, params):
             for name, value in saved.get(i, {}).items():
-                self.state[p][name] = value.to(p.device, copy=True)
+                if isinstance(value, Tensor):
+                    self.state[p][name] = value.to(p.device, copy=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -118,14 +166,11 @@ class _Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            tensors = self.tensors(group["params"])
-            if tensors["params"]:
-                group["step"] += 1
-                self.update(group, tensors)
+            self.update(group, self.updated(group["params"]))
         return loss
 
-    def update(self, group: dict[str, Any], tensors: dict[str, list[Tensor]]) -> None:
-        """Update the parameters of a group."""
+    def update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        """Update parameters of a group, all of which have a gradient."""
         raise NotImplementedError
 
 
@@ -133,7 +178,7 @@ class AdamW(_Optimizer):
     """AdamW (Loshchilov & Hutter 2019) for float32 and bf16 parameters; kernels/adamw.py.
 
     params: tensors or groups, as for torch.optim.AdamW; a group may have another lr, betas, eps or
-        weight_decay.
+        weight_decay. They may be divided by FSDP2.
     """
 
     moments = ("m", "v")
@@ -146,21 +191,29 @@ class AdamW(_Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ):
-        options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=0)
+        options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, options)
 
-    def update(self, group: dict[str, Any], tensors: dict[str, list[Tensor]]) -> None:
-        """Update the parameters of a group."""
+    def update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        """Update parameters of a group, those with one number of updates and GPU together."""
+        together: dict[tuple, list[Tensor]] = {}
+        for p in params:
+            step = self.state[p].get("step", 0) + 1
+            self.state[p]["step"] = step
+            together.setdefault((step, p.device), []).append(p)
         beta1, beta2 = group["betas"]
-        hyper = hyper_on(tensors, group["lr"], beta1, beta2, group["step"])
-        _adamw_op(*tensors.values(), hyper, beta1, beta2, group["eps"], group["weight_decay"])
+        for (step, _), some in together.items():
+            tensors = self.tensors(some)
+            hyper = hyper_on(tensors, group["lr"], beta1, beta2, step)
+            _adamw_op(*tensors, hyper, beta1, beta2, group["eps"], group["weight_decay"])
 
 
 class Muon(_Optimizer):
     """Muon (Jordan et al. 2024) for matrices of float32 or bf16; kernels/muon.py.
 
     An update has about the size of AdamW's, so one learning rate serves both. Give embeddings, the
-    head and vectors to AdamW. Raises ValueError for a parameter that is no matrix.
+    head and vectors to AdamW. Raises ValueError for a parameter that is no matrix, or of which
+    FSDP2 has given this rank a part only.
     """
 
     moments = ("m",)
@@ -172,28 +225,38 @@ class Muon(_Optimizer):
         momentum: float = 0.95,
         weight_decay: float = 0.1,
     ):
-        options = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, step=0)
+        options = dict(lr=lr, momentum=momentum, weight_decay=weight_decay)
         super().__init__(params, options)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.dim() != 2:
-                    raise ValueError(
-                        f"Muon: a parameter has shape {tuple(p.shape)} and is not a matrix: give it "
-                        "to AdamW"
-                    )
 
-    def update(self, group: dict[str, Any], tensors: dict[str, list[Tensor]]) -> None:
-        """Update the matrices of a group, those of one shape together."""
-        hyper = hyper_on(tensors, group["lr"], 0.0, 0.0, 1)  # of these it reads the learning rate
-        for shape in dict.fromkeys(p.shape for p in tensors["params"]):
-            at = [i for i, p in enumerate(tensors["params"]) if p.shape == shape]
-            lists = [[values[i] for i in at] for values in tensors.values()]
-            _muon_op(*lists, hyper, group["momentum"], group["weight_decay"])
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError if an option is out of range, or a parameter is no whole matrix."""
+        super().check_group(group)
+        for p in group["params"]:
+            check(
+                p.dim() == 2,
+                f"Muon: a parameter has shape {tuple(p.shape)} and is not a matrix: give it to "
+                "AdamW",
+            )
+            check(
+                not hasattr(p, "to_local"),
+                "Muon: a parameter is divided among ranks, and an update needs the whole matrix: "
+                "give it to AdamW",
+            )
+
+    def update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        """Update matrices of a group, those of one shape and GPU together."""
+        together: dict[tuple, list[Tensor]] = {}
+        for p in params:
+            together.setdefault((p.shape, p.device), []).append(p)
+        for some in together.values():
+            tensors = self.tensors(some)
+            hyper = hyper_on(tensors, group["lr"], 0.0, 0.0, 1)  # it reads the learning rate
+            _muon_op(*tensors, hyper, group["momentum"], group["weight_decay"])
 
 
 def hyper_on(
-    tensors: dict[str, list[Tensor]], lr: float, beta1: float, beta2: float, step: int
+    tensors: list[list[Tensor]], lr: float, beta1: float, beta2: float, step: int
 ) -> Tensor:
     """Return what changes with the step (kernels/adamw.py), on the device of the parameters."""
     values = _adamw.adamw_hyper(float(lr), beta1, beta2, step)
-    return torch.from_numpy(values).to(tensors["params"][0].device)
+    return torch.from_numpy(values).to(tensors[0][0].device)

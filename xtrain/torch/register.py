@@ -39,11 +39,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+)
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.nn import Parameter
 
-from .arrays import flattened, run_launcher
+from .arrays import NoMemory, flattened, run_launcher
 from .launches import Repeatable, aligned
 
-_libraries: dict[str, torch.library.Library] = {}  # an op exists as long as its Library
+_libraries: dict[str, torch.library.Library] = {}  # of each op, which exists as long as it
 
 
 def register_op(
@@ -69,18 +78,24 @@ def register_op(
         backward.
     strided: names of the arguments that may be arrays that are not contiguous; of others the
         launcher gets contiguous copies.
-    Gradients get the dtypes of their arguments. Raises ValueError if a name in the schema of
-    backward is neither an argument nor a result of the op, or if an op with a backward has a list
-    of tensors.
+    Gradients get the dtypes of their arguments. An op of this name is replaced, so a cell of a
+    notebook may run again. Raises ValueError if a name in the schema of backward is neither an
+    argument nor a result of the op, or if an op with a backward has a list of tensors.
     """
     qualified = schema.partition("(")[0].strip()
     namespace, _, name = qualified.partition("::")
     if not name:
         raise ValueError(f"the op {schema!r} has no namespace: begin with NAMESPACE::NAME")
-    library = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
+    if qualified in _libraries:
+        _libraries.pop(qualified)._destroy()
+    library = _libraries[qualified] = torch.library.Library(namespace, "FRAGMENT")
     library.define(schema.replace(qualified, name, 1))
     op = getattr(getattr(torch.ops, namespace), name).default
     arguments = op._schema.arguments
+    if any(a.kwarg_only for a in arguments):
+        raise ValueError(f"{qualified} has arguments that are keywords only: leave out the *")
+    if not all(r.name for r in op._schema.returns):
+        raise ValueError(f"{qualified} has a result without a name: write -> Tensor y")
     changed = {i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write}
     dense = {i for i, a in enumerate(arguments) if a.name not in strided} - changed
     gradient_of = _gradient_dtypes(op)
@@ -89,7 +104,7 @@ def register_op(
         compute: Callable = _as_usual(qualified, launcher, changed, dense)
     else:
         compute = Repeatable(launcher, frozenset(range(len(arguments))) - dense)
-    run = _implementation(compute, gradient_of)
+    run = _implementation(qualified, compute, len(op._schema.returns), gradient_of)
     for key in ("CPU", "CUDA"):
         library.impl(name, run, key)
     torch.library.register_fake(qualified, fake or _fake_gradients(op, gradient_of), lib=library)
@@ -101,7 +116,8 @@ def register_op(
     else:
         formula, setup = _formula(op, backward, gradients or {})
     torch.library.register_autograd(qualified, formula, setup_context=setup, lib=library)
-    _direct[op] = _Direct(run, _function(name, run, setup, formula))
+    kinds = tuple([_kinds(str(a.type)) for a in arguments])
+    _direct[op] = _Direct(run, _function(name, run, setup, formula), kinds)
     return op
 
 
@@ -110,28 +126,38 @@ def call(op: Any, *arguments: Any) -> Any:
 
     In eager mode, with plain tensors, this runs the launcher without torch's dispatcher, which
     takes longer than a small kernel. While torch.compile or another mode traces, it calls the op.
+    Raises TypeError for another op.
     """
+    direct = _direct.get(op)
+    if direct is None:
+        raise TypeError(f"call: {op} is no op of register_op: call it as torch does")
+    if forward_ad._current_level >= 0:
+        _check_tangents(op, arguments)
     if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
+        is_compiling()
+        or _get_tracing_state()
+        or _len_torch_dispatch_stack()
+        or _are_functorch_transforms_active()
+        or len(arguments) != len(direct.kinds)
     ):
         return op(*arguments)
     with_gradient = False
     on_device = False
-    for a in arguments:
+    for a, kinds in zip(arguments, direct.kinds):
         kind = type(a)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
+        if kind not in kinds:
+            return op(*arguments)
+        if kind is Tensor or kind is Parameter:
             with_gradient = with_gradient or a.requires_grad
             on_device = on_device or a.is_cuda or a.is_cpu
-        elif kind not in _NUMBERS:
-            return op(*arguments)
     if not on_device:
         return op(*arguments)
-    direct = _direct[op]
-    if with_gradient and torch.is_grad_enabled():
-        return direct.function.apply(*arguments)
-    return direct.run(*arguments)
+    try:
+        if with_gradient and torch.is_grad_enabled():
+            return direct.function.apply(*arguments)
+        return direct.run(*arguments)
+    except NoMemory:  # a batch of tensors inside vmap, or a sparse one
+        return op(*arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,10 +166,26 @@ class _Direct:
 
     run: Callable
     function: Any  # torch.autograd.Function
+    kinds: tuple[frozenset, ...]  # the types of each argument
 
 
 _direct: dict[Any, _Direct] = {}
-_NUMBERS = frozenset((int, float, bool, type(None)))
+
+
+def _kinds(schema_type: str) -> frozenset:
+    """Return the types of values that `call` takes for an argument of this type of the schema."""
+    known = {"Tensor": (Tensor, Parameter), "float": (float, int), "int": (int,)}
+    known["bool"] = (bool,)
+    found = known.get(schema_type.removeprefix("Optional[").removesuffix("]"), ())
+    return frozenset((*found, type(None)) if schema_type.startswith("Optional[") else found)
+
+
+def _check_tangents(op, arguments):
+    for x in arguments:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{op._schema.name} has no forward-mode derivative: use backward"
+            )
 
 
 def _function(name, run, setup, formula):
@@ -159,11 +201,15 @@ def _function(name, run, setup, formula):
     return type(name, (torch.autograd.Function,), methods)
 
 
-def _implementation(compute, gradient_of):
+def _implementation(qualified, compute, count, gradient_of):
     """Return the function that computes the op for tensors on the CPU or a GPU."""
 
     def run(*arguments):
         results = compute(arguments)
+        if len(results) != count:
+            raise TypeError(
+                f"{qualified}: the launcher returned {len(results)} arrays, the schema has {count}"
+            )
         for i, argument in gradient_of.items():
             like = arguments[argument]
             if like is not None and results[i].dtype != like.dtype:
@@ -191,14 +237,14 @@ def _as_usual(qualified, launcher, changed, dense):
 
 def _aligned(x):
     """Return contiguous, aligned tensors; others as they are."""
-    if isinstance(x, torch.Tensor):
+    if isinstance(x, Tensor):
         return aligned(x)
     return [_aligned(y) for y in x] if isinstance(x, (list, tuple)) else x
 
 
 def _check_in_place(qualified, tensors):
     for x in flattened([tensors]):
-        if isinstance(x, torch.Tensor) and not x.is_contiguous():
+        if isinstance(x, Tensor) and not x.is_contiguous():
             raise ValueError(
                 f"{qualified}: a tensor that is changed in place has shape {tuple(x.shape)} and is "
                 "not contiguous: copy it first"
@@ -209,14 +255,14 @@ def _in_place(op, changed):
     """Return the implementation, above those of the devices, of an op that changes arguments."""
 
     def call(keyset, *arguments):
-        tensors = [x for x in flattened(arguments) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in flattened(arguments) if isinstance(x, Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise RuntimeError(
                 f"{op._schema.name} changes tensors in place and has no gradient: call it inside "
                 "torch.no_grad()"
             )
         for x in flattened([arguments[i] for i in changed]):
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, Tensor):
                 torch.autograd.graph.increment_version(x)
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
@@ -269,7 +315,7 @@ def _formula(op, backward, gradients):
     arguments = [a.name for a in op._schema.arguments]
     results = [r.name for r in op._schema.returns]
     kinds = {a.name: str(a.type) for a in op._schema.arguments}
-    names, optional, compute = _backward_names(op, backward, gradients)
+    names, optional, compute, complete = _backward_names(op, backward, gradients)
     if any("List" in kind and "Tensor" in kind for kind in kinds.values()):
         raise ValueError(
             f"{op._schema.name} has a list of tensors and a backward: make each tensor an argument"
@@ -287,10 +333,8 @@ def _formula(op, backward, gradients):
     saved = [place[n] for n in tensors]
     kept = [place[n] for n in others]
     outputs = [results.index(n[1:]) for n in given]
-    required = [i for i, n in enumerate(given) if n not in optional]
     constant = [k for k in range(len(results)) if k not in outputs]
     order = [(*given, *tensors, *others).index(n) for n in names]
-    may_be_none = "Optional[Tensor]" in kinds.values()
 
     def setup_context(ctx, inputs: Sequence[Any], output: Any):
         found = output if isinstance(output, tuple) else (output,)
@@ -304,46 +348,69 @@ def _formula(op, backward, gradients):
 
     def formula(ctx, *grads):
         values = [grads[k] for k in outputs]
-        if all([g is None for g in values]):
+        missing = [i for i, g in enumerate(values) if g is None]
+        if len(missing) == len(values):
             return (None,) * len(arguments)
-        for i in required:
-            if values[i] is None:
+        for i in missing:
+            if given[i] not in optional:
                 shape, dtype, device = ctx.layouts[i]
                 values[i] = torch.zeros(shape, dtype=dtype, device=device)
         values += ctx.saved_tensors
         values += ctx.others
         found = compute(*[values[i] for i in order])
-        if may_be_none:  # torch refuses a gradient of None
-            return tuple([x if needs else None for x, needs in zip(found, ctx.needs_input_grad)])
-        return found
+        if complete:
+            return found
+        wanted = []
+        for name, x, needs in zip(arguments, found, ctx.needs_input_grad):
+            if not needs:
+                x = None  # torch refuses a gradient of None
+            elif x is None:
+                raise RuntimeError(f"{op._schema.name} has no gradient of {name}: detach it")
+            wanted.append(x)
+        return tuple(wanted)
 
     return formula, setup_context
 
 
 def _backward_names(op, backward, gradients):
-    """Return the names that the backward of an op needs, those that may be None, and a function of
-    the named values that returns a gradient, or None, for each argument, as a tuple."""
+    """Return what a formula needs to know of the backward of an op.
+
+    That is the names that it needs, those of them that may be None, a function of the named values
+    that returns a gradient, or None, for each argument, as a tuple, and whether every tensor among
+    the arguments always has one.
+    """
     inputs = [a.name for a in op._schema.arguments]
     if not hasattr(backward, "_schema"):
         names = list(inspect.signature(backward).parameters)
 
         def compute_checked(*values):
-            tensors = [x for x in values if isinstance(x, torch.Tensor)]
+            tensors = [x for x in values if isinstance(x, Tensor)]
             if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
                 raise RuntimeError(
                     f"{op._schema.name} has no second derivative: call backward without "
                     "create_graph"
                 )
             found = backward(*values)
+            if not isinstance(found, dict) or not found.keys() <= set(inputs):
+                given = list(found) if isinstance(found, dict) else type(found).__name__
+                raise TypeError(
+                    f"the backward of {op._schema.name} returned {given}, expected a dict, "
+                    f"argument -> gradient, with the arguments {', '.join(inputs)}"
+                )
             return tuple([found.get(name) for name in inputs])
 
-        return names, (), compute_checked
+        return names, (), compute_checked, False
     arguments = backward._schema.arguments
     names = [a.name for a in arguments]
     optional = {a.name for a in arguments if str(a.type).startswith("Optional")}
     results = [r.name for r in backward._schema.returns]
     source = [gradients.get(name, f"d{name}") for name in inputs]
     places = [results.index(name) if name in results else None for name in source]
+    kinds = [str(a.type) for a in op._schema.arguments]
+    complete = all(
+        kind == "Tensor" if place is not None else "Tensor" not in kind
+        for kind, place in zip(kinds, places)
+    )
 
     def compute(*values):
         found = call(backward, *values)
@@ -351,4 +418,4 @@ def _backward_names(op, backward, gradients):
             found = (found,)
         return tuple([None if i is None else found[i] for i in places])
 
-    return names, optional, compute
+    return names, optional, compute, complete
