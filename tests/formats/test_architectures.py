@@ -239,6 +239,7 @@ def changed(folder, **changes):
         ("SmolLM3", dict(no_rope_layers=None, no_rope_layer_interval=0), "no_rope_layer_interval must be"),
         ("Qwen2.5 and Qwen3 with long context", dict(rope_parameters=dict(YARN, rope_theta=1e4, truncate=False)), "YaRN with truncate false"),
         ("Qwen2.5 and Qwen3 with long context", dict(rope_parameters=dict(YARN, rope_theta=1e4, factor=-1)), "'factor'"),
+        ("Qwen2.5 and Qwen3 with long context", dict(rope_parameters=dict(YARN, rope_theta=1e4, mscale="1")), "mscale must be a positive number, got '1'"),
         ("Qwen2.5 and Qwen3 with long context", dict(rope_parameters=dict(YARN, rope_theta=1e4, beta_fast=1)), "beta_fast must be larger"),
     ],
 )  # fmt: skip
@@ -332,6 +333,7 @@ VARIATIONS = [  # what other folders have in config.json; None: the key is remov
     ("Llama 3, 3.1, 3.2, R1-Distill-Llama", dict(rope_scaling=None, rope_parameters=dict(LLAMA3, rope_theta=700.0))),
     ("Qwen2.5 and Qwen3 with long context", dict(rope_scaling=dict(YARN, mscale=1.0, mscale_all_dim=0.5))),
     ("Qwen2.5 and Qwen3 with long context", dict(rope_scaling=dict(YARN, mscale=0.7, beta_fast=8))),
+    ("Qwen2.5 and Qwen3 with long context", dict(rope_scaling=dict(YARN, mscale=0, mscale_all_dim=0.5, beta_fast=0))),
     ("Qwen2.5 and Qwen3 with long context", dict(rope_scaling=dict(type="yarn", factor=4.0), original_max_position_embeddings=32)),
     ("Qwen2.5 and Qwen3 with long context", dict(rope_scaling=None, rope_parameters=dict(YARN, attention_factor=1.3, rope_theta=300.0))),
     ("Qwen2 and Qwen3 with windows", dict(layer_types=["sliding_attention", "full_attention"] * 2, max_window_layers=0)),

@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import UserError
 from ..rope_scalings import ROPE_SCALINGS, is_positive, rope_type
 
+ZERO_IS_ABSENT = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # keys of YaRN
 LOCAL_THETA = "rope_local_base_freq"  # of Gemma 3's layers with a window
 
 
@@ -72,9 +73,13 @@ def _yarn(scaling: dict[str, Any], max_seq_len: int) -> dict[str, Any]:
     """Fill in the missing keys of a YaRN scaling as transformers does."""
     if scaling.get("truncate", True) is not True:
         raise UserError("it needs YaRN with truncate false, which xtrain does not support")
-    parameters = {key: value for key, value in scaling.items() if value is not None}
+    absent = lambda key, x: x is None or (x == 0 and key in ZERO_IS_ABSENT)
+    parameters = {key: x for key, x in scaling.items() if not absent(key, x)}
     parameters = {"beta_fast": 32, "beta_slow": 1} | parameters
-    numbers = ("original_max_position_embeddings", "factor", "mscale", "mscale_all_dim")
+    for key in ("mscale", "mscale_all_dim"):
+        if key in parameters and not is_positive(parameters[key]):
+            raise UserError(f"{key} must be a positive number, got {parameters[key]!r}")
+    numbers = ("original_max_position_embeddings", "factor")
     if not all(is_positive(parameters[key]) for key in numbers if key in parameters):
         return parameters  # ModelConfig names what is wrong
     if "factor" not in parameters:
