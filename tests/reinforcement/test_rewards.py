@@ -377,6 +377,20 @@ def test_an_async_function_is_called_for_all_prompts_at_the_same_time(task):
         assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
+def test_an_async_function_in_a_notebook(task):
+    """A loop is running there."""
+
+    async def reward(record, texts):
+        await asyncio.sleep(0)
+        return [2.0]
+
+    async def cell():
+        return rewards("a")
+
+    task.reward = reward
+    assert asyncio.run(cell()) == [2.0]
+
+
 def test_the_sum_of_several_rewards():
     nan = math.nan
     found = weighted_sum([[1.0, nan, nan], [10.0, 20.0, nan]], (0.5, 2.0))

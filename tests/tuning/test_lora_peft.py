@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 def of_peft(folder, lora):
     """Peft's model, all of whose trained tensors differ from their first values."""
-    options = {THEIRS.get(k, k): v for k, v in vars(lora).items() if k != "base"}
+    options = {THEIRS.get(k, k): v for k, v in vars(lora).items() if k not in ("base", "modules")}
     options = {
         k: list(v) if isinstance(v, tuple) else v for k, v in options.items() if v != "default"
     }

@@ -18,7 +18,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +119,7 @@ class UserFunction:
         later = Limits(limits.seconds and limits.seconds + GRACE, limits.overdue)
         try:
             with contained(later):  # a call that does not await
-                return asyncio.run(all_of_them())
+                return run_all(all_of_them)
         except TooLong as error:
             return [self._failed(error, call, limits) for call in calls]
 
@@ -135,6 +136,16 @@ class UserFunction:
         failure = self.failure(what, call.where)
         failure.__cause__ = error
         return failure
+
+
+def run_all(calls: Callable[[], Coroutine[Any, Any, list[Any]]]) -> list[Any]:
+    """Return what asyncio.run returns; in a notebook, where a loop is running, in another thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(calls())
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: asyncio.run(calls())).result()
 
 
 def whole(found: Any) -> Any:
@@ -165,7 +176,8 @@ def contained(limits: Limits) -> Iterator[None]:
         if os.getpid() != process:
             os._exit(1)
         if folder is not None:
-            os.chdir(folder)
+            with contextlib.suppress(OSError):
+                os.chdir(folder)
 
 
 @contextlib.contextmanager

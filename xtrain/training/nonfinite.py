@@ -74,6 +74,7 @@ def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
     # with ZeRO-3 the other ranks wait for this one's part of the step
     to_the_end = isinstance(model.arena, ShardedArena)
     places: list[str] = []
+    logprobs: list[Any] = []
     for name, array in names.values():
         if counts := count_nonfinite(array):
             places.append(f"the weights {name}, before the step ({counts})")
@@ -84,7 +85,7 @@ def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
     def check(op: Op) -> Iterator[None]:
         yield
         # an op without a name is a layer: it returns results of its ops, which were checked
-        for array in computed(op) if op.name and not places else ():
+        for array in computed(op, logprobs) if op.name and not places else ():
             if counts := count_nonfinite(array):
                 used = [names[id(x)][0] for x in op.inputs if id(x) in names]
                 weights = ""
@@ -100,13 +101,19 @@ def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
     return places[0] if places else None
 
 
-def computed(op: Op) -> tuple:
+def computed(op: Op, logprobs: list[Any]) -> tuple:
     """Return the outputs of an op, without the log-probabilities of rows that have no target, which
-    are NaN."""
-    if (op.name, op.way) != ("LinearLogprobs", "forward"):
-        return op.outputs
-    has_target_N = op.inputs[2] >= 0
-    return tuple(x[has_target_N] for x in op.outputs)
+    are NaN.
+
+    logprobs: arrays of them in this step, which grows.
+    """
+    if op.way == "forward" and op.name == "LinearLogprobs":
+        logprobs += op.outputs
+        has_target_N = op.inputs[2] >= 0
+        return tuple(x[has_target_N] for x in op.outputs)
+    if op.name == "Reshape" and any(op.inputs[0] is x for x in logprobs):  # the same again
+        return ()
+    return op.outputs
 
 
 def _names(model):

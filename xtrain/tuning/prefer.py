@@ -147,12 +147,15 @@ def loss_named(name: str) -> Loss:
             raise failed(f"returned {one_line(repr(found))}, not Losses")
         shape = answers.logprobs.shape
         shapes = {"losses": shape[:1], "slopes": shape, "rewards": shape}
-        arrays = {
-            field: numbers(
-                x, (shapes[field],), lambda what, field=field: failed(f"{what}, as {field}")
+
+        def array(field: str) -> np.ndarray:
+            return numbers(
+                getattr(found, field),
+                (shapes[field],),
+                lambda what: failed(f"{what}, as {field}"),
             )
-            for field, x in vars(found).items()
-        }
+
+        arrays = {field: array(field) for field in shapes}
         finite = [np.isfinite(x).all() for x in arrays.values()]
         if np.isfinite(answers.logprobs).all() and not all(finite):
             raise failed("returned numbers that are not finite")
