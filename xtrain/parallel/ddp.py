@@ -148,7 +148,8 @@ class Overlap(NoSync):
         if self.seen[p] > self.uses[p]:
             raise RuntimeError(
                 f"a parameter of shape {p.shape} is used more often than in the first step, after "
-                "its gradient was sent: use --dp flat"
+                "its gradient was sent: "
+                "use --dp flat"
             )
         self.additions_left -= 1
         if self.seen[p] == self.uses[p]:
