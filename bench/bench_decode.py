@@ -24,7 +24,7 @@ likely.
 --kv-cache fp8: keys and values in codes. The speed of `full` in the same run, with the same
 weights, is the one to compare with. These records are in bench/results/bench_kv_codes.jsonl.
 
---weights int8 and fp8: the matrices of the layers in one byte per weight. The model is then another
+--weights int8, fp8, int4 and nf4: the matrices of the layers, also of experts, in codes. The model is then another
 one of the same shape, and `bytes of weights` are those of its codes and scales; the speed of `full`
 in the same run is the one to compare with.
 
@@ -171,8 +171,8 @@ def step_bytes(model, B, T, new, kv_cache="full"):
     weights = model.arena.half.nbytes + codes - table
     if c.n_experts:
         idle = (1 - c.experts_per_token / c.n_experts) ** B  # probability that none reads an expert
-        experts = (p for name, p in model.named_parameters() if "experts." in name)
-        weights -= round(idle * sum(p.data.nbytes for p in experts))
+        experts = (p for _, p in model.storage() if "experts." in next(iter(p.parts)))
+        weights -= round(idle * sum(p.value.nbytes for p in experts))
     return weights, 2 * c.n_layers * c.n_kv_heads * head_bytes * B * (T + new / 2)
 
 

@@ -1,6 +1,7 @@
 """The kernels of a mixture of experts: products next to PyTorch's and to dense ones, rows to copies.
 
-    python bench/bench_experts.py [--shapes few many] [--skewed] [--only products rows decoding]
+    python bench/bench_experts.py [--shapes few many] [--skewed] [--only products rows decoding codes]
+                                  [--weights full int8 fp8 int4 nf4]
 
 Tokens choose K of E experts at random, or with --skewed so that one expert gets many more than
 another. `value` is the rate without the padding, 2 P I O / ms for P = N K pairs. Peer: torch._grouped_mm
@@ -8,11 +9,12 @@ on P rows without padding, whose weight gradients are bf16 (ours float32). A rec
 rate of cuBLAS for one product of P rows, `dense`.
 
 Rows: what is not a product, in GB/s of the bytes that must move, next to a copy of as many. Decoding:
-expert_gemv, in GB/s of the experts that are read, each once.
+expert_gemv, in GB/s of the experts that are read, each once; with --weights also of codes, and codes for
+all tokens: products of dequantized matrices next to those of the same arrays in bf16.
 """
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cupy as cp
 import numpy as np
@@ -21,7 +23,7 @@ from _timing import copy_ms, gpu_ms, graph_ms, record
 
 from xtrain.kernels.cast import BFLOAT16, cast_fwd
 from xtrain.kernels.experts import expert_rows, expert_swiglu, routing
-from xtrain.kernels.experts.expert_gemv import expert_gemv
+from xtrain.kernels.experts.expert_gemv import MOST_ROWS, MOST_ROWS_QUANTIZED, expert_gemv
 from xtrain.kernels.experts.expert_order import expert_order
 from xtrain.kernels.experts.grouped_product import (
     grouped_product,
@@ -29,6 +31,7 @@ from xtrain.kernels.experts.grouped_product import (
     grouped_product_dx,
 )
 from xtrain.kernels.gemm import linear_into, matmul
+from xtrain.kernels.quantize import KINDS, quantize
 
 
 @dataclass(frozen=True)
@@ -159,27 +162,52 @@ def measure_rows(name: str, shape: Shape, skewed: bool) -> None:
         )  # fmt: skip
 
 
-def measure_decoding(name: str, shape: Shape) -> None:
-    """Measure the experts of 1, 4 and 8 tokens."""
+def codes_of(w, kind: str):
+    """Return matrices (E, O, I) in codes of this kind; "full": as they are."""
+    return w if kind == "full" else quantize(w.reshape(-1, w.shape[-1]), kind)
+
+
+def measure_decoding(name: str, shape: Shape, kind: str) -> None:
+    """Measure the experts of 1 to 8 tokens, of codes of this kind to 16."""
     E = shape.experts
     K = shape.per_token
     C = shape.width
     F = shape.hidden
-    gate_up, down = draw(E, 2 * F, C), draw(E, C, F)
-    for N in (1, 4, 8):
+    matrices = [codes_of(draw(*n), kind) for n in ((E, 2 * F, C), (E, C, F))]
+    whole = sum(m.nbytes for m in matrices)
+    most = MOST_ROWS if kind == "full" else MOST_ROWS_QUANTIZED
+    for N in (1, 4, 8, 16)[: 3 + (most >= 16)]:
         x = draw(N, C)
         logits = cp.random.default_rng(N).standard_normal((N, E), dtype=np.float32)
         experts, weights = routing.routing(logits, K)
-        nbytes = len(np.unique(experts.get())) * 3 * C * F * 2
-        ms = graph_ms(lambda x=x, w=weights, e=experts: expert_gemv(x, w, e, gate_up, down))[0]
+        nbytes = len(np.unique(experts.get())) * whole // E
+        ms = graph_ms(lambda x=x, w=weights, e=experts: expert_gemv(x, w, e, *matrices))[0]
         record(
-            "bench_experts", f"{name}.decoding", shape=f"N={N} E={E} K={K} C={C} F={F}", dtype="bf16",
-            ms=ms, value=1e-6 * nbytes / ms, unit="GB/s", peer="copy",
-            peer_value=1e-6 * nbytes / copy_ms(nbytes),
+            "bench_experts", f"{name}.decoding", shape=f"N={N} E={E} K={K} C={C} F={F}",
+            dtype="bf16" if kind == "full" else kind, ms=ms, value=1e-6 * nbytes / ms, unit="GB/s",
+            peer="copy", peer_value=1e-6 * nbytes / copy_ms(nbytes),
         )  # fmt: skip
 
 
-PARTS = ("products", "rows", "decoding")
+def measure_codes(name: str, shape: Shape, skewed: bool, kind: str) -> None:
+    """Measure products with codes of gate_up, for all tokens and for few."""
+    E = shape.experts
+    outputs = 2 * shape.hidden
+    w = draw(E, outputs, shape.width)
+    codes = codes_of(w, kind)
+    for tokens in (shape.tokens, 64):
+        order = expert_order(choose_experts(replace(shape, tokens=tokens), skewed), E)
+        x = draw(order.pairs_M.size, shape.width)
+        P = tokens * shape.per_token
+        ms, dense = (graph_ms(lambda w=w: grouped_product(x, w, order))[0] for w in (codes, w))  # noqa: B023
+        rate = lambda ms: 2e-9 * P * outputs * shape.width / ms  # noqa: B023
+        record(
+            "bench_experts", f"{name}.codes", shape=f"P={P} E={E} O={outputs} I={shape.width}",
+            dtype=kind, ms=ms, value=rate(ms), unit="TFLOP/s", peer="bf16", peer_value=rate(dense),
+        )  # fmt: skip
+
+
+PARTS = ("products", "rows", "decoding", "codes")
 
 
 def main() -> None:
@@ -187,13 +215,17 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["few", "many"])
     parser.add_argument("--skewed", action="store_true", help="experts are chosen unevenly")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--weights", nargs="+", choices=["full", *KINDS], default=["full"])
     options = parser.parse_args()
     for name in options.shapes:
         shape = SHAPES[name]
         if "rows" in options.only:
             measure_rows(name, shape, options.skewed)
-        if "decoding" in options.only:
-            measure_decoding(name, shape)
+        for kind in options.weights:
+            if "decoding" in options.only:
+                measure_decoding(name, shape, kind)
+            if "codes" in options.only and kind != "full":
+                measure_codes(name, shape, options.skewed, kind)
         if "products" not in options.only:
             continue
         measure(f"{name}.gate_up", shape, options.skewed, 2 * shape.hidden, shape.width)

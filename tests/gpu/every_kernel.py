@@ -82,7 +82,7 @@ from xtrain.kernels.moving_average import moving_average
 from xtrain.kernels.muon import momentum, muon_update, orthogonalize
 from xtrain.kernels.peers import MOST, add_peers, copy_to_peers
 from xtrain.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
-from xtrain.kernels.quantize import KINDS, dequantize, quantize
+from xtrain.kernels.quantize import CODES, KINDS, dequantize, quantize
 from xtrain.kernels.rope import rope_tables
 from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.silu_mul import silu_mul_bwd, silu_mul_fwd
@@ -328,13 +328,23 @@ def experts(only=None):
                     with mock.patch.object(grouped_product, "version", return_value=version):
                         y = grouped_product.grouped_product(x, w, order)
                         grouped_product.grouped_product_dx(y, w, order)
+                        for kind, buffer in itertools.product(KINDS, (1, 1 << 30)):
+                            with mock.patch.object(grouped_product, "BUFFER", buffer):
+                                coded = quantize(w.reshape(-1, I), kind)
+                                y = grouped_product.grouped_product(x, coded, order)
+                                grouped_product.grouped_product_dx(y, coded, order)
                         for accumulate in (False, True):
                             dw = draw(E, O, I)
                             grouped_product.grouped_product_dw(dy, x, order, dw, accumulate)
-        for width, C in ((8, 264), (1032, 8)):
+        for width, C in ((16, 272), (1032, 8), (1040, 16)):
             ids, few = cp.asarray(np.ascontiguousarray(chosen[:8], np.int32)), min(N, 8)
             matrices = draw(E, 2 * width, C, dtype=dtype), draw(E, C, width, dtype=dtype)
             expert_gemv(draw(few, C, dtype=dtype), draw(few, K), ids, *matrices)
+            for kind in KINDS:
+                if C % 16 and kind in CODES:  # their rows are read 16 columns at a time
+                    continue
+                coded = [quantize(m.reshape(-1, m.shape[-1]), kind) for m in matrices]
+                expert_gemv(draw(few, C, dtype=dtype), draw(few, K), ids, *coded)
             gate, rows = draw(E, C, dtype=dtype), (draw(few, C), draw(few, C, dtype=dtype))
             expert_router(*rows, draw(C), gate, 1e-6, K)
         logits = draw(N, E, dtype=dtype)

@@ -91,6 +91,7 @@ def test_what_does_not_fit_is_said(capsys):
         (["--plan", "--seq-len", "0"], "--seq-len must be positive, got 0"),
         (["--plan", "--gpu-gb", "inf"], "--gpu-gb must be positive, got inf"),
         (["--plan", "--lora", "-1"], "--lora must be a positive rank"),
+        (["--plan", "--weights", "nf4"], "--weights nf4 needs --lora: give a rank"),
         (["--steps", "0"], "--steps must be positive"),
         (["--plan", "--dim", "100", "--heads", "3"], "not divisible"),
     ],

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import primitive_examples
 import pytest
+from checks import on_kernel
 from offline import (
     CARDS,
     CARDS_BF16,
@@ -64,6 +65,7 @@ from xtrain.kernels.experts import (
     load_balance,
     routing,
 )
+from xtrain.kernels.quantize import KINDS, dequantize_rows, quantize
 from xtrain.kernels.runtime.launch import launch
 from xtrain.simulator import sim
 
@@ -162,6 +164,7 @@ def launch_experts(new):
     experts = sim(np.zeros((2, 2), np.int32))
     for F in (8, 2600):
         expert_gemv.expert_gemv(new(2, 16), f32(2, 2), experts, new(3, 2 * F, 16), new(3, 16, F))
+    launch_codes_of_experts(new)
     for E, bias_E in ((3, None), (40, f32(40))):
         expert_router.expert_router(
             f32(2, 16), new(2, 16), f32(16), new(E, 16), 1e-6, 2, True, bias_E
@@ -188,6 +191,21 @@ def launch_experts(new):
             grouped_product.grouped_product_dw(x, x, order, w.copy())
             for accumulate in (False, True):
                 grouped_product.grouped_product_dw(x, x, order, f32(4, 8, 8), accumulate)
+
+
+def launch_codes_of_experts(new):
+    """Qwen3-30B-A3B's matrices, and Mixtral's down, of whose rows 8 warps share the steps."""
+    experts = sim(np.zeros((2, 2), np.int32))
+    tokens = expert_order.expert_order(experts, 4)
+    expert_order.experts_between(tokens, 1, 2)
+    counts = sim(np.ones(2, np.int32))
+    for kind in KINDS:
+        codes = lambda rows, K: on_kernel(quantize(np.ones((rows, K), new(1).dtype), kind))  # noqa: B023
+        for C, F in ((2048, 768), (16, 14336)):
+            matrices = codes(2 * F, C), codes(C, F)
+            expert_gemv.expert_gemv(new(2, C), f32(2, 2), experts, *matrices, weights_ready=True)
+        for K in (37, 48):
+            dequantize_rows(new(4, K), codes(8, K), 2, counts)
 
 
 def launch_plain():

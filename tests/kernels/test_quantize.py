@@ -33,6 +33,7 @@ from xtrain.kernels.quantize import (
     check_finite,
     dequantize,
     dequantize_ref,
+    dequantize_rows,
     quantize,
     quantize_ref,
 )
@@ -94,6 +95,21 @@ def test_the_kernels_have_the_bits_of_the_reference(kind, shape, dtype):
         expected = dequantize(reference, to)
         assert expected.dtype == to
         assert np.array_equal(to_host(dequantize(found, to)), expected)
+
+
+@pairwise({"kind": KINDS, "width": [37, 48, 272], "first": [0, 4]})
+def test_some_rows_and_only_groups_with_a_count(kind, width, first):
+    w = quantize(rows(8, width), kind)
+    expected = dequantize(w)
+    counts = np.array([0, 3], np.int32)
+    out = to_kernel(np.full((4, width), 7, np.float32))
+    dequantize_rows(out, on_kernel(w), first, to_kernel(counts))
+    found = to_host(out)
+    assert (found[:2] == 7).all()
+    assert np.array_equal(found[2:], expected[first + 2 : first + 4])
+    assert np.array_equal(dequantize(w.rows(first, first + 4)), expected[first : first + 4])
+    dequantize_rows(out, on_kernel(w), first)
+    assert np.array_equal(to_host(out), expected[first : first + 4])
 
 
 @pytest.mark.parametrize("kind", CODES)
@@ -169,8 +185,8 @@ def test_a_gemm_dequantizes(kind):
     "kind, name, old, new",
     [
         ("int8", "make_quantize_kernel", "scale_O[o] = scale", "scale_O[0] = scale"),
-        ("int8", "dequantize_kernel", "scale_O[i // K]", "scale_O[i // K + 1]"),
-        ("int8", "dequantize_kernel", "store8(w, i + 8, values[8:])", ""),
+        ("int8", "make_dequantize_kernel", "scale_O[i // K]", "scale_O[i // K + 1]"),
+        ("int8", "make_dequantize_kernel", "store8(w, i + 8, values[8:])", ""),
         ("fp8", "make_dequantize_naive_kernel", "scale_O[i // K]", "scale_O[i % 2]"),
         ("fp8", "to_e4m3", "int32(0x7FFFF)", "int32(0x80000)"),
         ("fp8", "to_e4m3", "int32(0x3C800000)", "int32(0x3C000000)"),

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from checks import normal, rng, same_bytes
+from checks import normal, on_kernel, rng, same_bytes
 
 from xtrain import ModelConfig, Transformer
 from xtrain.kernels.cross_entropy import count_targets
-from xtrain.kernels.experts.expert_gemv import MOST_ROWS
+from xtrain.kernels.experts.expert_gemv import MOST_ROWS, MOST_ROWS_QUANTIZED
+from xtrain.kernels.four_bits import FOUR_BITS
+from xtrain.kernels.quantize import KINDS, quantize
 from xtrain.kernels.runtime.invariance import batch_invariant
 from xtrain.kernels.runtime.launch import note_launches
 from xtrain.nn.autograd import Tensor, inference, no_grad
@@ -199,6 +201,26 @@ def test_few_rows_in_inference_read_their_experts_alone():
         )
         many = noted(lambda: mixture(rows(MOST_ROWS + 1)))
         assert "expert_scan_kernel" in many and not many & few - {"routing_kernel"}
+        with batch_invariant(True):
+            assert noted(lambda: mixture(rows(1))) >= many - few
+    assert noted(lambda: mixture(rows(1))) >= many - few
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_rows_read_the_codes_of_their_experts(kind):
+    """More rows, training and batch-invariant mode dequantize the matrices of experts with tokens."""
+    mixture = MixtureOfExperts(config(dim=16, hidden_dim=32))
+    mixture.arena = mixture.make_arena("sim", 0)
+    for matrix in (mixture.gate_up, mixture.down):
+        codes = quantize(np.asarray(matrix.data), kind)
+        matrix.quantized = on_kernel(codes)
+    rows = lambda N: Tensor(sim(normal(1, N, 16)))
+    dequantizing = {"dequantize_four_kernel" if kind in FOUR_BITS else "dequantize_kernel"}
+    with inference():
+        few = noted(lambda: mixture(rows(MOST_ROWS_QUANTIZED)))
+        assert few >= {"expert_gate_up_kernel", "expert_down_kernel"} and not few & dequantizing
+        many = noted(lambda: mixture(rows(MOST_ROWS_QUANTIZED + 1)))
+        assert many >= {"expert_scan_kernel"} | dequantizing and "expert_down_kernel" not in many
         with batch_invariant(True):
             assert noted(lambda: mixture(rows(1))) >= many - few
     assert noted(lambda: mixture(rows(1))) >= many - few

@@ -19,6 +19,7 @@ from twins import DEVICE, random_model, small
 
 from xtrain import AdamW, Engine, ModelConfig, Transformer, UserError
 from xtrain.device import to_device
+from xtrain.kernels.experts import expert_gemv
 from xtrain.kernels.four_bits import FOUR_BITS
 from xtrain.kernels.quantize import KINDS, dense, dequantize, quantize
 from xtrain.nn.arena import arena_of
@@ -35,6 +36,13 @@ SHAPES = {
     "qwen3": small(head_dim=16),
     "qwen2, bias": small(head_dim=16, qk_norm=False, qkv_bias=True),
     "tied, one key head": small(head_dim=32, n_kv_heads=1, tie_embeddings=True),
+}
+EXPERTS = dict(head_dim=16, n_experts=4, experts_per_token=2, expert_hidden_dim=32)
+MIXTURES = {
+    "qwen3-moe, an mlp": small(**EXPERTS, dense_layers=(0,), renormalized_experts=True),
+    "mixtral": small(**EXPERTS, qk_norm=False, renormalized_experts=True),
+    "olmoe": small(**EXPERTS, joint_qk_norm=True, n_kv_heads=4),
+    "biases of the router": small(**EXPERTS, expert_bias=True),
 }
 if DEVICE == "cpu":  # a GPU serves heads of certain widths only
     SHAPES["odd widths"] = small(dim=37, hidden_dim=41, head_dim=6)
@@ -113,11 +121,11 @@ def test_perplexity_and_greedy_tokens_of_a_trained_model(trained, kind):
 
 
 # ----------------------------------------------------------------------------- every kind of model
-@pairwise({"shape": list(SHAPES), "kind": list(KINDS)})
+@pairwise({"shape": [*SHAPES, *MIXTURES], "kind": list(KINDS)})
 def test_tokens_are_those_of_the_rounded_weights(shape, kind):
-    """Any model that can be served, bit for bit on a CPU; embedding, norms and biases have not been rounded, and the head
-    only with weights of four bits."""
-    config = SHAPES[shape]
+    """Any model that can be served, bit for bit on a CPU; embedding, norms, routers and biases have not been rounded, and the
+    head only with weights of four bits."""
+    config = (SHAPES | MIXTURES)[shape]
     model = random_model(config)
     rounded, served = round_weights(copy_of(model), kind), copy_of(model)
     options = dict(max_new_tokens=12, temperature=[0.0, 1.0, 0.0, 1.3], logprobs=2)
@@ -157,10 +165,12 @@ def test_adapters_on_quantized_weights(kind):
     assert left < base / 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_batch_invariant(kind):
+@pytest.mark.parametrize(
+    "shape, kind", [*(("qwen3", kind) for kind in KINDS), ("mixtral", "int4"), ("olmoe", "int8")]
+)
+def test_batch_invariant(shape, kind):
     """The logits have the bits of the training forward with the same codes."""
-    model = copy_of(random_model(SHAPES["qwen3"]))
+    model = copy_of(random_model((SHAPES | MIXTURES)[shape]))
     quantize_weights(model, kind)
     engine = Observed(model, 3)
     out = engine.generate(PROMPTS, [12] * 4, 0.0, seed=[0] * 4)
@@ -172,12 +182,19 @@ SIM = dict(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=
 
 
 @pytest.mark.parametrize(
-    "kind, precision, most", [("int8", "bf16", 0.05), ("fp8", "fp32", 1e-5), ("int4", "bf16", 0.05)]
+    "kind, precision, most, experts",
+    [("int8", "bf16", 0.05, {}), ("fp8", "fp32", 1e-5, {}), ("int4", "bf16", 0.05, {})]
+    + [("int4", "fp32", 1e-5, dict(n_experts=3, experts_per_token=2, expert_hidden_dim=16))],
 )
 @small_tiles()
-def test_logits_in_the_simulator(kind, precision, most):
-    """Prefill and decoding with the kernels of a GPU against the reference on the CPU, with biases."""
+def test_logits_in_the_simulator(kind, precision, most, experts, monkeypatch):
+    """Prefill and decoding with the kernels of a GPU against the reference on the CPU, with biases.
+
+    Of experts prefill has grouped products of dequantized matrices, decoding reads the codes.
+    """
+    monkeypatch.setattr(expert_gemv, "MOST_ROWS_QUANTIZED", 2 if experts else 16)
     widths = {} if precision == "bf16" else dict(dim=32, n_heads=2, n_kv_heads=1, hidden_dim=32)
+    widths |= experts
     model = random_model(small(**SIM | widths, qk_norm=False, qkv_bias=True), device="cpu")
     logits = []
     for device, p in (("sim", precision), ("cpu", "fp32")):
@@ -191,8 +208,8 @@ def test_logits_in_the_simulator(kind, precision, most):
             tensor.quantized = replace(codes, dtype=tensor.dtype)
         served.arena = arena_of(served.arena.parameters, served.arena.kind)
         cached = Cached(served, 2, 16)
-        prefill = cached.prefill([[1, 2]], [0], [1])
-        logits.append((prefill, cached.decode([7, 0], [2, 0], [1, -1])[:1]))
+        prefill = cached.prefill([[1, 2, 3]], [0], [1])
+        logits.append((prefill, cached.decode([7, 0], [3, 0], [1, -1])[:1]))
     for got, expected in zip(*logits):
         assert np.abs(got - expected).max() / np.abs(expected).max() <= most
 
@@ -280,6 +297,15 @@ def test_weights_that_are_not_numbers_change_nothing(bad):
     ):
         Engine(model, 2, weights="int8")
     assert all(p.quantized is None and p.data.size for _, p in linear_weights(model))
+
+
+def test_experts_that_are_not_numbers_are_named():
+    model = copy_of(random_model(MIXTURES["mixtral"]))
+    model.model.layers[1].mlp.gate_up.data[45, 3] = np.nan
+    with pytest.raises(
+        UserError, match=r"layers\.1\.mlp\.experts\.gate_up_proj\.weight holds NaN .* in row 45"
+    ):
+        Engine(model, 2, weights="int4")
 
 
 def test_a_quantized_model_is_not_saved(tmp_path):

@@ -3,6 +3,7 @@
 import gc
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,13 @@ from checks import GPU, normal
 
 from xtrain import device
 from xtrain.config import ModelConfig
+from xtrain.kernels.quantize import KINDS, quantize
 from xtrain.kernels.runtime.launch import launch_observers, observe_launches
 from xtrain.nn import autograd
 from xtrain.nn.model import Transformer
 from xtrain.nn.observers import Op
 from xtrain.nn.optim import Muon
+from xtrain.nn.quantized import linear_weights
 from xtrain.training import memory_plan as memory
 from xtrain.training.memory_plan import Meter, Pool, largest, plan, planning, saved_bytes
 from xtrain.training.zero_plan import zero1
@@ -97,6 +100,30 @@ def test_no_array_of_a_plan_stays_in_a_cache():
         del model
     assert {id(module) for module in autograd._units} == before
     assert meter.live == meter.now["workspace of cuBLAS"] == 0
+
+
+MIXTURE = replace(SMALL, n_experts=3, experts_per_token=2, expert_hidden_dim=40)
+
+
+@pytest.mark.parametrize("config", [SMALL, MIXTURE])
+def test_a_frozen_model_in_codes(config):
+    """The codes replace the matrices in the plan, to the byte; a product has a dequantized copy of its own."""
+    matrices = linear_weights(Transformer(config, trainable=False))
+    codes = {}
+    plans = {}
+    for kind in ("full", *KINDS):
+        plans[kind] = plan(config, 1, 8, "bf16", lora=2, weights=kind)
+        if kind != "full":
+            stored = [a for _, p in matrices for a in quantize(p.data, kind).arrays]
+            codes[kind] = sum(-(-a.nbytes // 512) * 512 for a in stored)
+    frozen = {kind: p.kinds["frozen weights"] for kind, p in plans.items()}
+    assert frozen["int8"] - codes["int8"] == frozen["int4"] - codes["int4"]
+    whole = 2 * sum(p.size for _, p in matrices)
+    left = frozen["full"] - whole
+    assert left <= frozen["nf4"] - codes["nf4"] <= left + 512 * 4
+    saved = plans["full"].peak - plans["int8"].peak
+    copy = 2 * max(p.size for _, p in matrices)
+    assert 0 < saved <= frozen["full"] - frozen["int8"] <= saved + copy
 
 
 def test_planning_leaves_nothing_behind():

@@ -22,7 +22,9 @@ from xtrain.training import memory_plan as memory
 from xtrain.training import out_of_memory
 from xtrain.training.out_of_memory import MARGIN, OutOfMemory, check_fits, explain, needed
 from xtrain.training.run import Run
+from xtrain.training.single_process import SINGLE_PROCESS
 from xtrain.training.zero_plan import zero1, zero3
+from xtrain.tuning.finetune import FinetuneConfig
 
 SMALL = [
     "--preset",
@@ -306,3 +308,18 @@ def test_the_plan_agrees_with_the_peak_of_the_process():
     for line, shape in zip(done.stdout.splitlines(), shapes, strict=True):
         planned, measured = map(int, line.split())
         assert 0.75 * measured < planned < MARGIN * measured, (shape, planned, measured)
+
+
+def test_a_frozen_model_in_codes_needs_less():
+    """--weights counts, and is an advice where the frozen model is whole."""
+    model = ModelConfig(
+        vocab_size=500, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, max_seq_len=32,
+        n_experts=3, experts_per_token=2, expert_hidden_dim=40,
+    )  # fmt: skip
+    options = dict(batch=2, micro_batch=2, seq_len=16, steps=3, save_every=9, precision="fp32")
+    whole = FinetuneConfig(init="x", data=("y",), lora=4, **options)
+    coded = replace(whole, weights="nf4")
+    frozen = [needed(c, model, "cpu").kinds["frozen weights"] for c in (whole, coded)]
+    assert frozen[1] < 0.7 * frozen[0]
+    advice = [{option for option, *_ in out_of_memory._less(c, model, "cpu", SINGLE_PROCESS)} for c in (whole, coded)]  # fmt: skip
+    assert "--weights nf4" in advice[0] and "--weights nf4" not in advice[1]

@@ -15,7 +15,10 @@ from xtrain.errors import UserError
 from xtrain.export import main as export
 from xtrain.finetune import finetune, main
 from xtrain.formats.adapters import A, read_adapters
+from xtrain.kernels.four_bits import FOUR_BITS
+from xtrain.kernels.quantize import KINDS, dequantize, quantize
 from xtrain.nn.lora import TARGETS, AdaptedTransformer, Lora
+from xtrain.nn.quantized import linear_weights, quantize_weights
 from xtrain.serving.adapters import add_adapters
 from xtrain.serving.engine import Engine
 from xtrain.tuning.finetune import FinetuneConfig
@@ -203,6 +206,32 @@ def test_new_adapters_change_nothing_and_adapters_are_not_switched(folders, tmp_
         add_adapters(served, {"a": tmp_path})
 
 
+@pytest.mark.parametrize("kind, family", list(zip(KINDS, [*FAMILIES, "mixtral"])))
+def test_a_quantized_base_gives_the_gradients_of_what_it_stands_for(folders, kind, family):
+    """Bit for bit on a CPU, with adapters on all matrices and on some."""
+    for targets in (TARGETS, ("q_proj", "down_proj"), ("q_proj",)):
+        losses = []
+        gradients = []
+        for quantized in (False, True):
+            model = adapted(folders[family], Lora(R, 5.0, targets))
+            if quantized:
+                quantize_weights(model, kind)
+            else:
+                for _, parameter in linear_weights(model):
+                    parameter.data = dequantize(quantize(parameter.data, kind))
+                if kind in FOUR_BITS:
+                    model.lm_head.data = dequantize(quantize(model.lm_head.data, "int8"))
+            loss = model.loss(*twins.batch(model.config, 2, 20))
+            loss.backward()
+            losses.append(loss.item())
+            gradients.append(twins.gradients(model))
+        tolerance = dict(rtol=1e-4, atol=1e-6) if twins.DEVICE == "gpu" else dict(rtol=0, atol=0)
+        np.testing.assert_allclose(losses[1], losses[0], **tolerance)
+        for name, expected in gradients[0].items():
+            np.testing.assert_allclose(gradients[1][name], expected, err_msg=name, **tolerance)
+        assert any(np.abs(x).max() > 0 for x in gradients[1].values())
+
+
 @pytest.mark.parametrize("recompute", ["attention", "block"])
 def test_recomputed_layers_have_the_same_gradients(folders, recompute):
     gradients = []
@@ -215,9 +244,18 @@ def test_recomputed_layers_have_the_same_gradients(folders, recompute):
         np.testing.assert_allclose(gradients[1][name], grad, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("kind, changes", [("mixtral", {}), ("qwen3_moe", dict(dense_layers=(0,)))])
-def test_a_run_learns_resumes_and_is_merged(tmp_path, kind, changes):
-    """A Qwen3-MoE here has a layer with an MLP, whose adapters are ordinary ones."""
+@pytest.mark.parametrize(
+    "kind, changes, weights",
+    [
+        ("mixtral", {}, "full"),
+        ("mixtral", {}, "int4"),
+        ("qwen3_moe", dict(dense_layers=(0,)), "full"),
+        ("qwen3_moe", dict(dense_layers=(0,)), "nf4"),
+    ],
+)
+def test_a_run_learns_resumes_and_is_merged(tmp_path, kind, changes, weights):
+    """A Qwen3-MoE here has a layer with an MLP, whose adapters are ordinary ones. The base may be in codes: what is
+    merged is the base as it was."""
     folder = tmp_path / "model"
     tokenizer = Tokenizer.train(["def f(x): return x + 1\n" * 50], 290)
     mixture(kind, **changes).save_pretrained(folder, tokenizer)
@@ -226,7 +264,7 @@ def test_a_run_learns_resumes_and_is_merged(tmp_path, kind, changes):
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = dict(
         init=str(folder), data=(str(data),), name="run", device="cpu", batch=3, steps=6, lora=4,
-        save_every=3, eval_every=3, lr=5e-3, sample_tokens=4,
+        save_every=3, eval_every=3, lr=5e-3, sample_tokens=4, weights=weights,
     )  # fmt: skip
     whole = finetune(FinetuneConfig(out=str(tmp_path / "a"), **options), SILENT)
     half = finetune(FinetuneConfig(out=str(tmp_path / "b"), stop_at=3, **options), SILENT)

@@ -23,12 +23,14 @@ def show_plan(o: Any, config: ModelConfig, batch: int, T: int, console: Console)
     """
     gpus = _whole_numbers(o.gpus)
     gpu_gb = o.gpu_gb or (_card_gb() if gpu_available() else 80.0)
-    options: dict[str, Any] = dict(lora=o.lora, fp8_head=o.fp8_head)
+    options: dict[str, Any] = dict(lora=o.lora, fp8_head=o.fp8_head, weights=o.weights)
     plan = memory.plan(config, batch, T, o.precision, o.recompute, **options)
     parameters = memory.parameters(config)
     say(console, f"[bold]Memory plan[/]: {describe(config)}, {parameters:,} parameters")
     if o.lora:
         lora = f", LoRA of rank {o.lora} on frozen weights"
+        if o.weights != "full":
+            lora += f" in {o.weights}"
     else:
         lora = ""
     sequences = f"{batch} sequences of {T} tokens at once"

@@ -79,6 +79,8 @@ class Options(ShapeOptions):
     change: str | None = None
     # --plan: rank of LoRA adapters on all matrices of a frozen model; 0: all weights are trained
     lora: int = 0
+    # --plan --lora: how the frozen model is stored, as in xtrain.finetune
+    weights: Literal["full", "int8", "fp8", "int4", "nf4"] = "full"
     gpus: str = "1,4,8"  # --plan: numbers of GPUs, separated by commas
     # --plan: memory of a GPU, 10^9 bytes; none: this machine's card, else 80
     gpu_gb: float | None = None
@@ -106,6 +108,8 @@ def model_config(o: Options) -> tuple[ModelConfig, int, int]:
         raise UserError(f"--gpu-gb must be positive, got {o.gpu_gb}")
     if o.lora < 0:
         raise UserError(f"--lora must be a positive rank, or 0 for none, got {o.lora}")
+    if o.weights != "full" and not o.lora:
+        raise UserError(f"--weights {o.weights} needs --lora: give a rank")
     names = [*(f.name for f in fields(ShapeOptions)), "vocab_size", "batch", "seq_len"]
     kind = PlanConfig if o.plan else TrainConfig
     gpu = o.plan or (o.device != "cpu" and gpu_available())

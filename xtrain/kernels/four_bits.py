@@ -430,21 +430,37 @@ def make_quantize_four_kernel(kind: str):
 
 
 @functools.cache
-def make_dequantize_four_kernel(kind: str):
-    """Return the kernel that writes the matrix."""
+def make_is_used(USED: bool):
+    """Return is_used(counts, row, each): False if the group of a row, `each` rows, has no count.
+
+    Without USED it is always True.
+    """
+
+    @device
+    def is_used(counts, row, each):
+        return not USED or counts[row // each] > 0
+
+    return is_used
+
+
+@functools.cache
+def make_dequantize_four_kernel(kind: str, USED: bool = False):
+    """Return the kernel that writes rows of the matrix. USED: as in make_is_used."""
     load_values = make_load_values(kind == "nf4")
+    is_used = make_is_used(USED)
 
     @kernel(BLOCK)
-    def dequantize_four_kernel(w, codes, groups, scale_O, K, rows):
+    def dequantize_four_kernel(w, codes, groups, scale_O, K, rows, counts, each):
         """Grid ceil(4 chunks O / BLOCK), block BLOCK. A thread owns 16 bytes of codes, 32 columns.
 
-        w, codes, groups: flat.
+        w, codes, scale_O: of the rows that are written. groups: from their first on; `rows` apart
+        are those of the next chunk. w, codes, groups: flat.
         """
         values = cuda.local.array(32, float32)
         chunks = (K + CHUNK - 1) // CHUNK
         i = int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x
         o = i // (4 * chunks)
-        if o < rows:
+        if o < scale_O.size and is_used(counts, o, each):
             c = (i - o * 4 * chunks) // 4
             load_values(values, codes, groups, 16 * i, c, o, rows)
             scale = scale_O[o]
@@ -477,15 +493,3 @@ def quantize_four(w_OK: Array, kind: str) -> tuple[Array, Array, Array]:
     arrays = words, groups_CO.reshape(-1), scale_O, w_OK.reshape(-1)
     launch(make_quantize_four_kernel(kind), O, BLOCK, *arrays, K, O)
     return codes_OB, groups_CO, scale_O
-
-
-def dequantize_four(codes_OB, groups_CO, scale_O, K: int, kind: str, dtype) -> Array:
-    """Return the matrix (O, K), an array of float32 or bf16."""
-    if on_host(codes_OB, groups_CO, scale_O):
-        return dequantize_four_ref(codes_OB, groups_CO, scale_O, K, kind, dtype)
-    O = len(scale_O)  # noqa: E741
-    w_OK = empty(codes_OB, (O, K), dtype)
-    arrays = w_OK.reshape(-1), codes_OB.reshape(-1), groups_CO.reshape(-1), scale_O
-    grid = -(-4 * chunks_of(K) * O // BLOCK)
-    launch(make_dequantize_four_kernel(kind), grid, BLOCK, *arrays, K, O)
-    return w_OK

@@ -41,8 +41,9 @@ does: y is as accurate as w.
                                 c = (176, -448, 1)    w' = (0.499, -1.27, 0.002835)
 
 Codes are computed once, when a model is prepared for serving (nn/quantized.py). They are used in
-two ways: a product of few rows reads the codes (decoding/gemv.py), a product of many rows reads a
-dequantized copy that is freed after it (gemm.py). The copy costs 3 bytes of traffic per weight in
+two ways: a product of few rows reads the codes (decoding/gemv.py, experts/expert_gemv.py), a product of
+many rows reads a dequantized copy that is freed after it (gemm.py), of experts one of those that have
+tokens (experts/grouped_product.py). The copy costs 3 bytes of traffic per weight in
 bf16 (read 1, write 2), at 4.2 TB/s as long as 816 TFLOP/s compute 290 rows (an H200's measured
 speeds). So a prefill of thousands of tokens is slowed little, one of a hundred by more than half.
 
@@ -51,15 +52,23 @@ bytes and 4 a row. Dequantize: 1 + 2 per weight in bf16, 1 + 4 in float32.
 """
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 
 from ..device import Array, to_numpy
 from ..errors import UserError
 from .cast import BFLOAT16
-from .four_bits import CHUNK, FOUR_BITS, chunks_of, dequantize_four, quantize_four
+from .four_bits import (
+    CHUNK,
+    FOUR_BITS,
+    chunks_of,
+    dequantize_four_ref,
+    make_dequantize_four_kernel,
+    make_is_used,
+    quantize_four,
+)
 from .primitives.codes import E4M3, code_values, codes_to_floats, load_codes16
 from .primitives.flat import on_16_bytes
 from .primitives.ptx import device, kernel, load1, store1, store8
@@ -110,6 +119,10 @@ class Quantized:
         """What it consists of."""
         return self.codes_OK, self.scale_O
 
+    def rows(self, first: int, last: int) -> "Quantized":
+        """Return some rows."""
+        return replace(self, codes_OK=self.codes_OK[first:last], scale_O=self.scale_O[first:last])
+
     def check(self, op: str, K: int | None) -> None:
         """See check_quantized."""
         dtypes = [d.name for d in CODES.values()]
@@ -127,11 +140,11 @@ class FourBits(Quantized):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return len(self.scale_O), self.K
+        return self.scale_O.shape[0], self.K
 
     @property
     def size(self) -> int:
-        return len(self.scale_O) * self.K
+        return self.scale_O.shape[0] * self.K
 
     @property
     def nbytes(self) -> int:
@@ -145,8 +158,12 @@ class FourBits(Quantized):
     def arrays(self) -> tuple[Array, ...]:
         return self.codes_OK, self.scale_O, self.groups_CO
 
+    def rows(self, first: int, last: int) -> "FourBits":
+        some = cast(FourBits, super().rows(first, last))
+        return replace(some, groups_CO=self.groups_CO[:, first:last].copy())
+
     def check(self, op: str, K: int | None) -> None:
-        O, chunks = len(self.scale_O), chunks_of(self.K)  # noqa: E741
+        O, chunks = self.scale_O.shape[0], chunks_of(self.K)  # noqa: E741
         check(K in (None, self.K), f"{op}: w has {self.K} columns, expected {K}")
         check_array(op, "the codes of w", self.codes_OK, (O, CHUNK // 2 * chunks), ["uint8"])
         check_array(op, "the groups of w", self.groups_CO, (chunks, O), ["uint16"])
@@ -241,37 +258,45 @@ def make_quantize_kernel(kind: str):
 
 
 @functools.cache
-def make_dequantize_naive_kernel(kind: str):
-    """Return the kernel for rows of any width."""
+def make_dequantize_naive_kernel(kind: str, USED: bool = False):
+    """Return the kernel for rows of any width. USED: as in make_is_used."""
     from_code = from_int8 if kind == "int8" else from_e4m3
+    is_used = make_is_used(USED)
 
     @kernel(BLOCK)
-    def dequantize_naive_kernel(w, codes, scale_O, K):
+    def dequantize_naive_kernel(w, codes, scale_O, K, counts, each):
         """Grid ceil(O K / BLOCK), block BLOCK. One thread per weight. w, codes: flat."""
         i = int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x
-        if i < w.size:
+        if i < w.size and is_used(counts, i // K, each):
             store1(w, i, from_code(codes[i]) * scale_O[i // K])
 
     return dequantize_naive_kernel
 
 
-@kernel(BLOCK)
-def dequantize_kernel(w, codes, scale_O, K):
-    """Grid ceil(O K / (EACH BLOCK)), block BLOCK.
+@functools.cache
+def make_dequantize_kernel(USED: bool = False):
+    """Return the kernel for rows of multiples of EACH. USED: as in make_is_used."""
+    is_used = make_is_used(USED)
 
-    A thread owns EACH weights of one row: EACH divides K. w, codes: flat.
-    """
-    words = cuda.local.array(4, uint32)
-    values = cuda.local.array(EACH, float32)
-    i = EACH * (int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x)
-    if i < w.size:
-        load_codes16(words, codes, i)
-        codes_to_floats(values, words, codes)
-        scale = scale_O[i // K]
-        for j in range(EACH):
-            values[j] *= scale
-        store8(w, i, values[:8])
-        store8(w, i + 8, values[8:])
+    @kernel(BLOCK)
+    def dequantize_kernel(w, codes, scale_O, K, counts, each):
+        """Grid ceil(O K / (EACH BLOCK)), block BLOCK.
+
+        A thread owns EACH weights of one row. w, codes: flat.
+        """
+        words = cuda.local.array(4, uint32)
+        values = cuda.local.array(EACH, float32)
+        i = EACH * (int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x)
+        if i < w.size and is_used(counts, i // K, each):
+            load_codes16(words, codes, i)
+            codes_to_floats(values, words, codes)
+            scale = scale_O[i // K]
+            for j in range(EACH):
+                values[j] *= scale
+            store8(w, i, values[:8])
+            store8(w, i + 8, values[8:])
+
+    return dequantize_kernel
 
 
 # ----------------------------------------------------------------------------- launchers
@@ -320,21 +345,44 @@ def dequantize(w: Quantized, dtype: Any = None) -> Array:
     """Return the matrix (O, K), an array of float32 or bf16; by default in w's dtype."""
     check_quantized("dequantize", w)
     dtype = np.dtype(dtype or w.dtype)
-    host = on_host(*w.arrays)
-    check(host or dtype_name(dtype) in FLOATS, f"dequantize: to {dtype}, expected float32 or bf16")
-    if isinstance(w, FourBits):
-        return dequantize_four(w.codes_OK, w.groups_CO, w.scale_O, w.K, w.kind, dtype)
-    if host:
+    if on_host(*w.arrays):
+        if isinstance(w, FourBits):
+            return dequantize_four_ref(w.codes_OK, w.groups_CO, w.scale_O, w.K, w.kind, dtype)
         return dequantize_ref(w.codes_OK, w.scale_O, dtype)
-    _, K = w.shape
+    check(dtype_name(dtype) in FLOATS, f"dequantize: to {dtype}, expected float32 or bf16")
     w_OK = empty(w.codes_OK, w.shape, dtype)
-    arrays = w_OK.reshape(-1), w.codes_OK.reshape(-1), w.scale_O
-    if K % EACH == 0 and on_16_bytes(*arrays[:2]):
-        launch(dequantize_kernel, -(-w.size // (EACH * BLOCK)), BLOCK, *arrays, K)
-    else:
-        naive_kernel = make_dequantize_naive_kernel(w.kind)
-        launch(naive_kernel, -(-w.size // BLOCK), BLOCK, *arrays, K)
+    dequantize_rows(w_OK, w)
     return w_OK
+
+
+def dequantize_rows(
+    w_RK: Array, w: Quantized, first: int = 0, counts_G: Array | None = None
+) -> None:
+    """Set w_RK, on a GPU, to the R rows of w from `first` on, in its dtype: float32 or bf16.
+
+    counts: int32, of G groups of R / G rows each. A group whose count is 0 is left out: its rows
+    keep what is there.
+    """
+    R, K = w_RK.shape
+    used = counts_G is not None
+    rows = slice(first, first + R)
+    scale_R = w.scale_O[rows]
+    codes = w.codes_OK[rows].reshape(-1)
+    w_flat = w_RK.reshape(-1)
+    skip = (counts_G, R // counts_G.shape[0]) if counts_G is not None else (scale_R, R)
+    if isinstance(w, FourBits):
+        groups = w.groups_CO.reshape(-1)[first:]  # of a chunk, all rows of w are neighbours
+        arrays = w_flat, codes, groups, scale_R
+        grid = -(-4 * chunks_of(K) * R // BLOCK)
+        four = make_dequantize_four_kernel(w.kind, used)
+        launch(four, grid, BLOCK, *arrays, K, w.shape[0], *skip)
+        return
+    if K % EACH == 0 and on_16_bytes(w_flat, codes):
+        grid = -(-R * K // (EACH * BLOCK))
+        launch(make_dequantize_kernel(used), grid, BLOCK, w_flat, codes, scale_R, K, *skip)
+    else:
+        naive_kernel = make_dequantize_naive_kernel(w.kind, used)
+        launch(naive_kernel, -(-R * K // BLOCK), BLOCK, w_flat, codes, scale_R, K, *skip)
 
 
 def kind_of(w: Array | Quantized) -> str:

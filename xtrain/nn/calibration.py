@@ -87,8 +87,8 @@ def calibrate(model: Transformer, ids_BT: np.ndarray, kind: str) -> list[float]:
     """
     if model.config.n_experts:
         raise UserError(
-            "a mixture of experts cannot be quantized, so there is nothing to calibrate for: leave "
-            "out --calibrate"
+            "calibration is not supported for a mixture of experts: leave out --calibrate, --weights "
+            "then rounds its matrices as they are"
         )
     if any(p.quantized is not None for _, p in model.storage()):
         raise UserError("the model is quantized already: calibrate before quantizing")

@@ -6,7 +6,7 @@ Adapters on the matrices of all experts (LoRA) are products of experts like thos
     y_m = D_e a_m + B_e (A_e a_m)         A: (E, r, F)   B: (E, C, r)
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from ..kernels.experts import expert_swiglu as _expert_swiglu
 from ..kernels.experts import grouped_product as _grouped
 from ..kernels.experts import routing as _routing
 from ..kernels.experts.expert_order import ExpertOrder, expert_order
+from ..kernels.quantize import Quantized
 from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty, zeros
 from .autograd import Context, Function
@@ -56,12 +57,15 @@ class RouterLoss(Function):
         return _routing.router_loss_bwd(dloss_1, *ctx.saved)
 
 
-def of_experts(w_RI: Array, E: int) -> Array:
-    """Return a view (E, R / E, I) of the matrices of all experts, one below the other."""
+def of_experts(w_RI: Any, E: int) -> Any:
+    """Return a view (E, R / E, I) of the matrices of all experts, one below the other; codes as they
+    are."""
+    if isinstance(w_RI, Quantized):
+        return w_RI
     return w_RI.reshape(E, -1, w_RI.shape[1])
 
 
-def few_expert_rows(x_NC: Array, down_RF: Array) -> bool:
+def few_expert_rows(x_NC: Array, down_RF: Array | Quantized) -> bool:
     """Return True if kernels/experts/expert_gemv.py computes the experts of x.
 
     It does in inference, for so few rows that an order by expert gains nothing.

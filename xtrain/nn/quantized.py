@@ -1,11 +1,12 @@
-"""Quantize a model for serving: matrices of Linear become codes of one byte or of four bits.
+"""Quantize a model for serving: matrices of Linear and of experts become codes of one byte or of four
+bits.
 
     quantize_weights(model, "int8")      or fp8, int4, nf4; the same as Engine(model, weights="int8")
 
 kernels/quantize.py and kernels/four_bits.py explain the codes. A quantized matrix is another storage
 of the same Parameter: the forward does not change, and where it multiplies by the parameter, the
 product takes the codes.
-What is not a Linear's matrix stays as it is:
+What is no such matrix stays as it is:
 
     embedding    rows are looked up, not multiplied, and few bytes of it are read
     head         the same matrix in a model with tied embeddings. Elsewhere it is 6 % of a 1.1 B
@@ -14,6 +15,7 @@ What is not a Linear's matrix stays as it is:
                  2.6 % would cost 0.3 % of perplexity by the head alone. Next to weights of four
                  bits it is a quarter of an 8 B model's bytes, and becomes int8, whose 0.9 % cost
                  0.04 %
+    router       few numbers, which decide the experts
     norms, bias  few numbers
     LoRA         adapters add to the product of the quantized matrix, in the model's precision
 
@@ -35,17 +37,20 @@ from ..kernels.cast import BFLOAT16
 from ..kernels.four_bits import FOUR_BITS
 from ..kernels.quantize import KINDS, check_finite, quantize
 from .arena import Arena, arena_of
+from .expert_lora import LoraExperts
+from .experts import MixtureOfExperts
 from .lora import AdaptedTransformer
 from .model import Precision, RotaryTables, Transformer
 from .modules import Linear, Module, Parameter
 from .variation import overrides
 
 WEIGHTS = ("full", *KINDS)
+MIXED = (MixtureOfExperts.mixed, LoraExperts.mixed)  # which take codes
 HEAD = "int8"  # of an untied head, next to weights of four bits
 
 
 def quantize_weights(model: Transformer, kind: str) -> None:
-    """Quantize the matrices of all Linear modules, in place.
+    """Quantize the matrices of all Linear modules and experts, in place.
 
     A matrix that is quantized in this way already is left as it is. Raises UserError, and changes
     nothing, for a model that can be trained, one that is quantized in another way, or one with
@@ -57,7 +62,6 @@ def quantize_weights(model: Transformer, kind: str) -> None:
         raise UserError(f"weights {kind!r} is not known: choose {', '.join(WEIGHTS)}")
     if kind == "full":
         return
-    _refuse_experts(model, kind)
     adapted = None
     if isinstance(model, AdaptedTransformer) and model.lora:
         adapted = model
@@ -92,9 +96,8 @@ def quantize_onto(model: Transformer, kind: str, device: str, precision: Precisi
     """Move a model from the CPU to a device, its matrices quantized there one after the other.
 
     The head stays whole: the loss of training reads it.
-    precision: there. Raises UserError for weights that are not numbers, and a mixture of experts.
+    precision: there. Raises UserError for weights that are not numbers.
     """
-    _refuse_experts(model, kind)
     dtype = np.dtype(np.float32 if precision == "fp32" else BFLOAT16)
     for name, parameter in linear_weights(model):
         codes = quantize(to_device(parameter.data, device), kind)
@@ -115,23 +118,24 @@ def _has_plain_head(model: Transformer, arena: Arena) -> bool:
     return model._head() is model.lm_head and any(p is model.lm_head for p in arena.parameters)
 
 
-def _refuse_experts(model: Transformer, kind: str) -> None:
-    """Raise UserError for a mixture: its experts, nearly all of it, are no Linears."""
-    if model.config.n_experts:
-        raise UserError(
-            f"weights {kind!r} are not supported for a mixture of experts: choose weights full"
-        )
-
-
 def linear_weights(model: Module) -> list[tuple[str, Parameter]]:
     """Return (name of the module, its matrix) of every module that multiplies as Linear does.
 
-    A shared matrix appears once.
+    Of a mixture of experts those of all experts, "model.layers.0.mlp.experts.down_proj.", but not
+    that of its router. A shared matrix appears once.
     """
     found: dict[int, tuple[str, Parameter]] = {}
+    routers = set()
     for name, module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            routers.add(module.gate)
+            own = type(module)
+            if own.__call__ is MixtureOfExperts.__call__ and own.mixed in MIXED:
+                found[id(module.gate_up)] = f"{name}experts.gate_up_proj.", module.gate_up
+                found[id(module.down)] = f"{name}experts.down_proj.", module.down
+            continue
         weight = vars(module).get("weight")
         multiplies = isinstance(module, Linear) and type(module).__call__ is Linear.__call__
-        if multiplies and isinstance(weight, Parameter):
+        if multiplies and module not in routers and isinstance(weight, Parameter):
             found.setdefault(id(weight), (name, weight))
     return list(found.values())

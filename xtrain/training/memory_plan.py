@@ -17,7 +17,6 @@ Outside the pool are the CUDA context and the kernels' code (OUTSIDE, measured),
 GPUs NCCL's buffers.
 """
 
-import bisect
 import contextlib
 import math
 from collections import Counter
@@ -32,11 +31,15 @@ from .. import device
 from ..config import ModelConfig, TrainConfig
 from ..data.batches import Batch
 from ..kernels.gemm import WORKSPACE
+from ..kernels.quantize import quantize
 from ..kernels.runtime.launch import LaunchEvent, observe_launches
+from ..nn.arena import arena_of
 from ..nn.autograd import Tensor
 from ..nn.lora import AdaptedTransformer, Lora
 from ..nn.model import Transformer
 from ..nn.observers import Op, observe_ops
+from ..nn.quantized import linear_weights
+from .memory_pool import Pool
 from .run import Run
 
 STEPS = 3  # the first allocates what stays from step to step
@@ -101,85 +104,6 @@ def _owner(array):
 
 
 # ----------------------------------------------------------------------------- counting
-@dataclass(eq=False)
-class Block:
-    """A range of the pool's memory. left, right: its neighbours in one allocation on the GPU.
-
-    entry: where it is in Pool.free_blocks; None while it is in use.
-    """
-
-    size: int
-    left: "Block | None" = None
-    right: "Block | None" = None
-    entry: "tuple[int, int, Block] | None" = None
-
-
-class Pool:
-    """CuPy's memory pool: best fit, the rest of a block is split off, free neighbours are joined.
-
-    reserved: bytes taken from the GPU.
-    most: its maximum so far.
-    free_blocks: (size, serial number, block), sorted.
-    """
-
-    def __init__(self) -> None:
-        self.reserved = self.most = self.serial = 0
-        self.free_blocks: list[tuple[int, int, Block]] = []
-
-    def allocate(self, size: int) -> Block:
-        """Return the smallest free block of at least `size` bytes, split to that size; else a new
-        one from the GPU."""
-        i = bisect.bisect_left(self.free_blocks, size, key=lambda entry: entry[0])
-        if i == len(self.free_blocks):
-            self.reserved += size
-            self.most = max(self.most, self.reserved)
-            return Block(size)
-        block = self._remove(self.free_blocks[i][2])
-        if block.size > size:
-            remainder = Block(block.size - size, block, block.right)
-            if remainder.right is not None:
-                remainder.right.left = remainder
-            block.size, block.right = size, remainder
-            self._add(remainder)
-        return block
-
-    def free(self, block: Block) -> None:
-        """Return a block to the pool."""
-        if block.right is not None and block.right.entry:
-            block = self._join(block, block.right)
-        if block.left is not None and block.left.entry:
-            block = self._join(block.left, block)
-        self._add(block)
-
-    def free_all_blocks(self) -> None:
-        """Return allocations that are free as a whole to the GPU, as CuPy's method of this name."""
-        for _, _, block in list(self.free_blocks):
-            if block.left is None and block.right is None:
-                self.reserved -= self._remove(block).size
-
-    def _join(self, left, right):
-        for block in (left, right):
-            if block.entry:
-                self._remove(block)
-        left.size = left.size + right.size
-        left.right = right.right
-        if right.right is not None:
-            right.right.left = left
-        return left
-
-    def _add(self, block):
-        self.serial += 1
-        block.entry = (block.size, self.serial, block)
-        bisect.insort(self.free_blocks, block.entry, key=lambda entry: entry[:2])
-
-    def _remove(self, block):
-        self.free_blocks.pop(
-            bisect.bisect_left(self.free_blocks, block.entry[:2], key=lambda entry: entry[:2])
-        )
-        block.entry = None
-        return block
-
-
 Scope = tuple[str, str, str]  # op, way, layer
 
 
@@ -229,6 +153,13 @@ class Meter:
             self.op = " ".join(filter(None, scope))
         if self.timeline is not None:
             self.timeline.append((scope, dict(self.now)))
+
+    def restart(self) -> None:
+        """Forget the peak so far, and return what is free to the GPU."""
+        self.pool.free_all_blocks()
+        self.pool.most = self.pool.reserved
+        self.peak = self.live
+        self.kinds = dict(self.now)
 
     @contextlib.contextmanager
     def observe(self, op: Op) -> Iterator[None]:
@@ -388,6 +319,9 @@ class _MetaCupy:
 
     zeros = empty
 
+    def get_default_memory_pool(self) -> Pool:
+        return self.meter.pool
+
     def asarray(self, x: np.ndarray) -> MetaArray:
         return self.empty(x.shape, x.dtype)
 
@@ -449,6 +383,7 @@ def plan(
     ema: float = 0.0,
     fp8_head: bool = False,
     steps: int = STEPS,
+    weights: str = "full",
 ) -> Plan:
     """Plan the training step of a model.
 
@@ -459,11 +394,14 @@ def plan(
     lora: rank of adapters on all matrices of a frozen model, 0 for none.
     optimizer, ema, fp8_head: as in TrainConfig.
     steps: that are planned; the first one is close to the others.
+    weights: of the frozen model, with lora: its matrices are codes of this kind.
     Raises ValueError if a launcher rejects an array as too large.
     """
     with planning(config.padded_vocab_size) as meter:
         shape = config, batch, seq_len, precision, recompute
-        run = _run(*shape, accumulate, lora, optimizer, ema, fp8_head)
+        run = _run(*shape, accumulate, lora, optimizer, ema, fp8_head, weights)
+        if weights != "full":
+            meter.restart()  # a run has one whole matrix at a time on the GPU, this had all
         arena = run.model.arena
         made = run.optimizer
         frozen: Any = getattr(run.model, "base_arena", SimpleNamespace(weights=None, half=None))
@@ -479,6 +417,10 @@ def plan(
         ):
             if array is not None:
                 array.allocation.rename(name)
+        for _, parameter in linear_weights(run.model):
+            if parameter.quantized is not None:
+                for array in parameter.quantized.arrays:
+                    array.allocation.rename("frozen weights")
         timeline: list[tuple[Scope, dict[str, int]]] = []
         with observe_ops(meter.observe):
             for _ in range(steps):
@@ -513,7 +455,7 @@ def measure(
 
 def _run(
     config, batch, seq_len, precision, recompute,
-    accumulate=1, lora=0, optimizer="adamw", ema=0.0, fp8_head=False,
+    accumulate=1, lora=0, optimizer="adamw", ema=0.0, fp8_head=False, weights="full",
 ):  # fmt: skip
     c = TrainConfig(
         batch=batch * accumulate,
@@ -531,6 +473,11 @@ def _run(
     if lora:
         options = config, None, "gpu", precision, recompute
         model: Transformer = (adapted := AdaptedTransformer(*options, trainable=False))
+        if weights != "full":  # nn/quantized.py without the check of values
+            for _, parameter in linear_weights(model):
+                parameter.quantized = quantize(parameter.data, weights)
+            model.arena = arena_of(model.arena.parameters, model.arena.kind)
+            device.free_cached("gpu")  # the whole matrices
         adapted.adapt(Lora(lora, 2.0 * lora), None)
     else:
         model = Transformer(config, None, "gpu", precision, recompute)

@@ -105,7 +105,8 @@ def needed(
     sequences = c.micro_batch * c.row_texts
     shape = sequences, c.seq_len, c.precision, recompute, accumulate
     options = getattr(c, "lora", 0), c.optimizer, c.ema, c.fp8_head, steps
-    plan = memory_plan.plan(model, *shape, *options)
+    weights = getattr(c, "weights", "full")
+    plan = memory_plan.plan(model, *shape, *options, weights)
     if device == "gpu":
         return _on_gpu(c, model, plan, ranks)
     return _on_cpu(c, model, plan.kinds, ranks)
@@ -222,6 +223,8 @@ def _less(c, model, device, ranks):
         yield f"--recompute {kind}", replace(c, recompute=kind), "slower, the same bits"
     if c.precision == "fp32" and not bf16_obstacle(device, model.head_dim):
         yield "--precision bf16", replace(c, precision="bf16"), "faster, less accurate"
+    if getattr(c, "lora", 0) and c.weights == "full":
+        yield "--weights nf4", replace(c, weights="nf4"), "the frozen model in four bits"
     if c.precision == "fp8":
         half = replace(c, precision="bf16", fp8_head=False)
         yield "--precision bf16", half, "no products on fp8 codes"

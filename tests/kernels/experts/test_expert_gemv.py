@@ -1,6 +1,7 @@
 """The experts of a few rows: the reference against grouped products, the kernels against the reference, planted bugs."""
 
 import contextlib
+import functools
 from unittest import mock
 
 import ml_dtypes
@@ -8,17 +9,21 @@ import numpy as np
 import pytest
 from checks import (
     GPU,
+    SLOW,
     assert_as_good,
     assert_bug_is_found,
     double,
     int32,
     normal,
+    on_kernel,
+    pairwise,
     planted_bugs,
     rng,
     same_bytes,
     sentinels,
     to_host,
     to_kernel,
+    with_planted_bug,
 )
 
 from xtrain.kernels.experts import expert_gemv as file
@@ -27,6 +32,9 @@ from xtrain.kernels.experts.expert_order import expert_order
 from xtrain.kernels.experts.expert_rows import gather_rows, sum_rows
 from xtrain.kernels.experts.expert_swiglu import expert_swiglu
 from xtrain.kernels.experts.grouped_product import grouped_product
+from xtrain.kernels.four_bits import FOUR_BITS
+from xtrain.kernels.quantize import KINDS, dequantize, quantize
+from xtrain.simulator import KernelError
 
 BF16 = ml_dtypes.bfloat16
 SHAPES = [(1, 1, 1, 8, 8), (2, 2, 4, 24, 16), (1, 2, 3, 8, WIDE + 8), (1, 1, 2, WIDE + 8, 8)]
@@ -58,7 +66,7 @@ def test_reference_is_that_of_grouped_products():
 @contextlib.contextmanager
 def fewer_in_flight():
     """With half of the registers for loads: a warp has several rounds at small shapes."""
-    kernels = file.make_gate_up_kernel, file.make_down_kernel
+    kernels = file.make_gate_up_kernel, file.steps_of, file.make_down_kernel
     with mock.patch.object(file, "WORDS", 16):
         for make in kernels:
             make.cache_clear()
@@ -113,6 +121,108 @@ def test_bad_input():
         ValueError, match="9 rows of 8 with 8, supported are 1 to 8, of multiples of 8, C to 8192"
     ):
         expert_gemv(*many)
+    for kind, shape, words in (
+        ("int4", (17, 1, 1, 8, 8), "17 rows of 8 with 8, supported are 1 to 16, of multiples of 8"),
+        ("nf4", (1, 1, 1, 12, 8), "1 rows of 12 with 8, supported are 1 to 16, of multiples of 8"),
+        (
+            "int8",
+            (1, 1, 1, 16, 8),
+            "1 rows of 16 with 8, supported are 1 to 16, of multiples of 16",
+        ),
+    ):
+        given, _ = coded(*shape, np.float32, kind)
+        with pytest.raises(ValueError, match=words):
+            expert_gemv(*given)
+    (x, w, experts, gate_up, down), _ = coded(1, 1, 2, 16, 16, np.float32, "int8")
+    with pytest.raises(ValueError, match=r"have \(64, 16\) rows of codes, expected \(32, 16\)"):
+        expert_gemv(x, w, experts, gate_up, down.rows(0, 16))
+    with pytest.raises(ValueError, match="gate_up of kind 'int8', down of ''"):
+        expert_gemv(x, w, experts, gate_up, to_kernel(normal(0, 2, 16, 16)))
+    with pytest.raises(ValueError, match="codes of float32, x is bfloat16"):
+        expert_gemv(to_kernel(to_host(x).astype(BF16)), w, experts, gate_up, down)
+
+
+# ----------------------------------------------------------------------------- codes
+# The last group of four bits has padding; of a row of y several warps share the steps.
+CODED = [(1, 1, 2, 16, 16), (2, 2, 3, 16, 32)]
+CODED += [(1, 2, 2, 144, 16)] * (SLOW or GPU)
+CODED += [(1, 2, 2, 1040, 16), (1, 9, 9, 16, 1040)] * (SLOW or GPU)  # several accesses of a row
+CODED += [(16, 8, 32, 2048, 768), (1, 2, 2, 1024, 14336), (3, 2, 4, 8192, 512)] * GPU
+
+
+def coded(N, K, E, C, F, dtype, kind):
+    """-> the arguments with codes, where kernels run; the same with the arrays that they stand for, float32"""
+    x, w, experts, *matrices = case(N, K, E, C, F, dtype)
+    codes = [quantize(m.reshape(-1, m.shape[-1]), kind) for m in matrices]
+    dense = [dequantize(c, np.float32).reshape(E, -1, c.shape[1]) for c in codes]
+    given = *map(to_kernel, (x, w, experts)), *map(on_kernel, codes)
+    return given, (x.astype(np.float32), w, experts, *dense)
+
+
+def check_codes(shape, dtype, kind):
+    given, (x, w, experts, *matrices) = coded(*shape, dtype, kind)
+    exact = expert_gemv_ref(*double(x, w), experts, *double(*matrices))
+    rounded = expert_gemv_ref(x, w, experts, *matrices).astype(dtype)
+    floor = 1e-6 if dtype == np.float32 else 4e-3
+    y = expert_gemv(*given, weights_ready=True)
+    assert_as_good(y, exact, rounded, floor=floor, what=kind)
+    return y
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_computes_with_what_codes_stand_for(kind):
+    x, w, experts, gate_up, down = case(3, 2, 4, 20, 12)
+    codes = [quantize(m.reshape(-1, m.shape[-1]), kind) for m in (gate_up, down)]
+    dense = [dequantize(c).reshape(m.shape) for c, m in zip(codes, (gate_up, down))]
+    found, wanted = (expert_gemv(x, w, experts, *m) for m in (codes, dense))
+    assert same_bytes(found, wanted) and np.abs(found).max() > 0
+
+
+@pairwise({"kind": KINDS, "shape": CODED, "dtype": [np.float32, BF16]})
+def test_codes(kind, shape, dtype):
+    check_codes(shape, dtype, kind)
+
+
+def test_a_row_of_codes_does_not_depend_on_the_others(monkeypatch):
+    """Whichever experts they choose."""
+    (x, w, experts, *codes), _ = coded(2, 1, 3, 16, 16, BF16, "int4")
+    with sentinels(monkeypatch):
+        y = to_host(expert_gemv(x, w, experts, *codes))
+    other = to_kernel(int32([to_host(experts)[0], (to_host(experts)[1] + 1) % 3]))
+    again = to_host(expert_gemv(x, w, other, *codes))
+    assert same_bytes(y[0], again[0]) and not same_bytes(y[1], again[1])
+
+
+@planted_bugs
+@pytest.mark.parametrize(
+    "kind, name, old, new",
+    [
+        ("int4", "make_reader", "(RUN - 1)) >> 2) + 32 * part", "(RUN - 1)) >> 0) + 8 * part"),
+        ("int4", "make_reader", "return k + (k >> RUN_BITS) * GAP", "return k"),
+        ("int4", "make_reader", "int64(c >> RUN_BITS) * matrices.scale.size + row", "int64(row)"),
+        ("int4", "make_reader", "scale.size + row", "scale.size + row // 2"),
+        ("int4", "make_reader", "total = acc + total * scale", "total = acc + total"),
+        ("nf4", "make_reader", "nf4_group_scale(group, part // 2)", "nf4_group_scale(group, part % 2)"),
+        ("int8", "make_reader", "at + CHUNK * h", "at"),
+        ("int8", "make_gate_up_kernel", "up *= scale[up_row]", "up *= scale[gate_row]"),
+        ("int8", "make_gate_up_kernel", "gate *= scale[gate_row]", "gate *= scale[f]"),
+        ("fp8", "make_down_kernel", "matrices.scale[row]", "matrices.scale[c]"),
+        ("fp8", "make_down_kernel", "total = float32(0.0) if CODES else acc", "total = acc"),
+        ("int4", "make_down_kernel", "range(TURNS)", "range(1)"),
+    ],
+)  # fmt: skip
+def test_planted_bugs_of_codes_are_found(kind, name, old, new):
+    shape = (1, 2, 3, 16, 16)
+    if kind in FOUR_BITS:  # two groups of a row of down; the second access of a warp that copies a
+        shape = (1, 1, 2, 8, 272 if "TURNS" in old else 136)
+    check_codes_once(shape, np.float32, kind)
+    with with_planted_bug([file], name, old, new), pytest.raises((KernelError, AssertionError)):
+        check_codes(shape, np.float32, kind)
+
+
+@functools.cache
+def check_codes_once(*arguments):
+    check_codes(*arguments)
 
 
 @planted_bugs
@@ -123,7 +233,7 @@ def test_bad_input():
         ("make_gate_up_kernel", "* (2 * F) + f", "* F + f"),
         ("make_gate_up_kernel", "c, C)", "c, ALL)"),
         ("make_gate_up_kernel", "                cuda.syncthreads()", "                pass"),
-        ("make_gate_up_kernel", "x_s, first + s * WIDE", "x_s, s * WIDE"),
+        ("make_gate_up_kernel", "x_s, first + s * WIDTH", "x_s, s * WIDTH"),
         ("make_gate_up_kernel", "* weights_P[pair]", "* weights_P[0]"),
         ("make_down_kernel", "experts_P[n * K + step // STEPS]", "experts_P[n * K]"),
         ("make_down_kernel", "F if own < EACH and step < ALL else 0", "F if own < EACH else 0"),

@@ -11,6 +11,7 @@ from checks import (
     double,
     int32,
     normal,
+    on_kernel,
     planted_bugs,
     rng,
     same_bytes,
@@ -21,6 +22,7 @@ from checks import (
 )
 
 from xtrain import batch_invariant, device
+from xtrain.kernels.experts import expert_order
 from xtrain.kernels.experts import grouped_product as file
 from xtrain.kernels.experts import grouped_product_hopper as hopper
 from xtrain.kernels.experts import grouped_product_mma as mma
@@ -36,6 +38,7 @@ from xtrain.kernels.experts.grouped_product import (
 )
 from xtrain.kernels.gemm import linear_fwd
 from xtrain.kernels.primitives.tensor_cores import add_products
+from xtrain.kernels.quantize import KINDS, dequantize, quantize
 from xtrain.simulator import AsyncError, DeadlockError, KernelError, RaceError, UninitializedError
 
 BF16 = ml_dtypes.bfloat16
@@ -206,6 +209,85 @@ def test_no_tokens_and_sentinels(use, monkeypatch, version):
         grouped_product(to_kernel(x), to_kernel(w), on_device(order))
 
 
+# ----------------------------------------------------------------------------- codes
+def coded_products(version, dtype, routing, kind, buffer, monkeypatch):
+    """-> order, (y, dx) with codes, (y, dx) with the arrays that they stand for. buffer: see BUFFER"""
+    O, I = (72, 24) if version in NEEDS else (5, 19)  # noqa: E741
+    order, x, w, dy, _ = case(routing, O, I, dtype)
+    codes = quantize(w.reshape(-1, I), kind)
+    order = on_device(order)
+    x, dy = map(to_kernel, (x, dy))
+    found = []
+    for matrices in (on_kernel(codes), to_kernel(dequantize(codes).reshape(w.shape))):
+        with monkeypatch.context() as patch:
+            patch.setattr(file, "BUFFER", buffer)
+            found.append(
+                [grouped_product(x, matrices, order), grouped_product_dx(dy, matrices, order)]
+            )
+    return order, *found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_references_compute_with_what_codes_stand_for(kind):
+    order, x, w, dy, _ = case(FIRST, 3, 5, np.float32)
+    codes = quantize(w.reshape(-1, 5), kind)
+    dense = dequantize(codes).reshape(w.shape)
+    found, wanted = (
+        (grouped_product(x, m, order), grouped_product_dx(dy, m, order)) for m in (codes, dense)
+    )
+    for a, b in zip(found, wanted, strict=True):
+        assert same_bytes(a, b) and np.abs(a).max() > 0
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    "version, kind, buffer",
+    [("tiled", "int4", 1), ("tiled", "int8", 2 * 5 * 19 * 4), ("mma", "nf4", 1), ("hopper", "int8", 1), ("hopper", "fp8", 1 << 30)],
+)  # fmt: skip
+def test_codes_have_the_bits_of_what_they_stand_for(
+    use, monkeypatch, version, kind, buffer, routing
+):
+    """A matrix at a time, two, or all: other experts' rows stay, padding and unused tiles are zeros."""
+    if not (GPU or SLOW) and routing != FIRST:
+        pytest.skip("slow: XTRAIN_SLOW=1")  # in the simulator one routing is enough each time
+    dtype = use(version)
+    order, found, wanted = coded_products(version, dtype, routing, kind, buffer, monkeypatch)
+    for a, b in zip(found, wanted, strict=True):
+        assert same_bytes(to_host(a), to_host(b))
+        assert not to_host(a)[to_host(order.pairs_M) < 0].any()
+
+
+@planted_bugs
+@pytest.mark.parametrize(
+    "module, name, old, new",
+    [
+        (tiled, "make_is_other", "== OTHER", "== OTHER - 1"),
+        (tiled, "make_is_other", "ROWS // TILE", "ROWS // (2 * TILE)"),
+        (expert_order, "experts_between_kernel", "between_T[t] = e - first", "between_T[t] = e"),
+        (expert_order, "experts_between_kernel", "e < last", "e <= last"),
+        (expert_order, "experts_between_kernel", "UNUSED if e < 0 and first == 0 else OTHER", "OTHER"),
+        (file, "_multiply", "first * O, part", "0, part"),
+        (file, "_multiply", "part.counts_E)", "order.counts_E[: last - first])"),
+        (hopper, "make_consumer", "steps > 0 or (not ADDED and e != OTHER)", "not ADDED or steps > 0"),
+    ],
+)  # fmt: skip
+def test_planted_bugs_of_codes(use, monkeypatch, module, name, old, new):
+    version = "hopper" if module is hopper else "tiled"
+    dtype = use(version)
+    monkeypatch.setattr(file, "BUFFER", 1)  # also in the changed copy of a function
+    # whose counts are others than those of the first expert
+    routing = "all tokens to one expert" if "counts_E" in old else FIRST
+
+    def check():
+        _, found, wanted = coded_products(version, dtype, routing, "int8", 1, monkeypatch)
+        assert all(same_bytes(to_host(a), to_host(b)) for a, b in zip(found, wanted))
+
+    check()
+    modules = [module, mma] if module is tiled else [module, file]
+    with with_planted_bug(modules, name, old, new), pytest.raises((KernelError, AssertionError)):
+        check()
+
+
 def test_which_version():
     wide, odd = (to_kernel(normal(0, 8, n, dtype=BF16)) for n in (8, 9))
     best = {9: hopper, 8: mma}.get(CAPABILITY // 10, tiled)
@@ -221,6 +303,11 @@ def test_wrong_arguments():
         grouped_product_dx(dy, w[:2].copy(), order)
     with pytest.raises(TypeError, match=r"x.*bfloat16"):
         grouped_product_dw(dy, x.astype(BF16), order, old)
+    codes = quantize(w.reshape(-1, 8), "int8")
+    with pytest.raises(ValueError, match="w has 11 rows, which 3 experts do not divide"):
+        grouped_product(x, codes.rows(0, 11), order)
+    with pytest.raises(TypeError, match=r"x is bfloat16, expected float32"):
+        grouped_product(x.astype(BF16), codes, order)
 
 
 # ----------------------------------------------------------------------------- planted bugs
@@ -244,7 +331,7 @@ BUGS = {
     "half a tile passed over": ("make_consumer", "64 * (warp_id() >> 2) >= end", "128 * (warp_id() >> 2) >= end", WRONG, "y"),
     "rows overwritten while they leave": ("make_tile_store", "done()  # of the part before, or the previous tile", "pass", AsyncError, "dx"),
     "end before the stores are read": ("make_consumer", "        stores_done()\n", "        pass\n", AsyncError, "y"),
-    "gradient of a matrix without tokens not written": ("make_consumer", "not ADDED or steps > 0", "steps > 0", WRONG, "dw"),
+    "gradient of a matrix without tokens not written": ("make_consumer", "steps > 0 or (not ADDED and e != OTHER)", "steps > 0", WRONG, "dw"),
     "matrix of another expert": ("make_consumer", "sequence = int32(e)", "sequence = int32(2)", RaceError, "dw"),
     "columns of the part before": ("make_tile_store", "FIRST = part * WIDTH", "FIRST = 0", RaceError, "dw"),
 }  # fmt: skip

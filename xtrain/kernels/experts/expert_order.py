@@ -42,6 +42,8 @@ BLOCK_PAIRS = 1024  # pairs of a block, 4 per thread: even small batches have se
 ROUNDS = BLOCK_PAIRS // BLOCK
 SCAN_BLOCK = 1024
 SCAN_WARPS = SCAN_BLOCK // 32
+UNUSED = -1  # a tile without an expert: its rows of a product are zeros
+OTHER = -2  # a tile of an expert whose matrix this launch does not have: it leaves the rows alone
 MOST_EXPERTS = 1024  # a counter per expert and warp takes 32 KB of shared memory
 
 
@@ -50,7 +52,7 @@ class ExpertOrder(NamedTuple):
 
     pairs_M: the pair n K + k of each slot; -1: padding.
     slots_NK: the slot of each pair.
-    experts_T: the expert of each tile of TILE slots; -1: the tile is unused.
+    experts_T: the expert of each tile of TILE slots, or UNUSED; of experts_between also OTHER.
     first_E: (E + 1,) the first slot of each expert, a multiple of TILE, and the end.
     counts_E: the pairs of each expert.
     """
@@ -228,7 +230,35 @@ def make_place_kernel(E):
     return expert_place_kernel
 
 
-# ----------------------------------------------------------------------------- launcher
+@kernel(BLOCK)
+def experts_between_kernel(between_T, experts_T, first, last):
+    """Grid ceil(T / BLOCK), block BLOCK. One thread per tile."""
+    t = cuda.blockIdx.x * BLOCK + cuda.threadIdx.x
+    if t < experts_T.size:
+        e = experts_T[t]
+        if e >= first and e < last:
+            between_T[t] = e - first
+        else:
+            between_T[t] = UNUSED if e < 0 and first == 0 else OTHER
+
+
+# ----------------------------------------------------------------------------- launchers
+def experts_between(order: ExpertOrder, first: int, last: int) -> ExpertOrder:
+    """Return the order, on a GPU, for a product with the matrices of experts first ... last - 1.
+
+    They are the experts 0, 1, ... of it. Unused tiles belong to the product with expert 0.
+    """
+    between_T = empty(order.experts_T, order.experts_T.shape)
+    grid = -(-between_T.size // BLOCK)
+    limits = map(np.int32, (first, last))
+    launch(experts_between_kernel, grid, BLOCK, between_T, order.experts_T, *limits)
+    return order._replace(
+        experts_T=between_T,
+        first_E=order.first_E[first : last + 1],
+        counts_E=order.counts_E[first:last],
+    )
+
+
 def expert_order(experts_NK: Array, E: int) -> ExpertOrder:
     """Return the order of the pairs of experts (N, K) int32, each in [0, E).
 

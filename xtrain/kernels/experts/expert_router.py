@@ -23,6 +23,7 @@ from ...device import Array
 from ..primitives.flat import on_16_bytes
 from ..primitives.last_block import arrive_last, zero_counters
 from ..primitives.ptx import (
+    device,
     kernel,
     let_next_start,
     load4,
@@ -31,7 +32,7 @@ from ..primitives.ptx import (
     wait_for_previous,
 )
 from ..primitives.reduce import MAX_WARPS, block_sum, warp_sum
-from ..primitives.words import load_words8, load_words8_shared
+from ..primitives.words import load_words8, load_words8_shared, unpack8
 from ..residual import residual_rmsnorm_ref
 from ..rmsnorm import rmsnorm_ref
 from ..runtime.compiler import cuda, float32, int32, int64, rsqrtf, uint16, uint32
@@ -46,7 +47,7 @@ from ..runtime.launch import (
     on_host,
     wide,
 )
-from .expert_gemv import CHUNK, MOST_COLUMNS, MOST_ROWS, WIDE, WORDS, add_product
+from .expert_gemv import CHUNK, MOST_COLUMNS, MOST_ROWS, WIDE, WORDS
 from .expert_order import MOST_EXPERTS
 from .routing import MOST_CHOSEN, make_choose, routing_ref
 
@@ -69,6 +70,18 @@ def expert_router_ref(x_NC, delta_NC, norm_w_C, gate_EC, eps, K, renormalized, b
 
 
 # ----------------------------------------------------------------------------- kernel
+@device
+def add_product(acc, x_words, w_words, x, w):
+    """Return acc plus the product of 8 elements of x and of w, which are packed in words."""
+    a = cuda.local.array(CHUNK, float32)
+    b = cuda.local.array(CHUNK, float32)
+    unpack8(a, x_words, x)
+    unpack8(b, w_words, w)
+    for j in range(CHUNK):
+        acc += a[j] * b[j]
+    return acc
+
+
 @functools.cache
 def make_router_kernel(E, C, K, renormalized, biased, added, half, overlap, ready):
     """Return the kernel for a gate of E rows of C columns, which chooses K experts.

@@ -54,7 +54,7 @@ from ..primitives.tma import tensor_maps, tensors_of
 from ..runtime.compiler import cuda, float32, int32, uint32
 from ..runtime.cost import declare_cost
 from ..runtime.launch import can_overlap, launch, multiprocessors
-from .expert_order import TILE, ExpertOrder
+from .expert_order import OTHER, TILE, ExpertOrder
 from .grouped_product_tiled import DW, DX, FORWARD, Product
 
 BK = PANEL  # of a step: one panel of an operand that is not transposed
@@ -345,7 +345,7 @@ def make_consumer(product: Product, tiles: Tiles, result: Result):
             sequence = int32(0)
             if not OF_SLOTS:
                 sequence = int32(e)
-            if not ADDED or steps > 0:
+            if steps > 0 or (not ADDED and e != OTHER):
                 store_tile(base, acc, maps, row, column, sequence)
             tile = int32(tile + cuda.gridDim.x)
         stores_done()

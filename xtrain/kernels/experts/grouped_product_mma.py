@@ -25,7 +25,13 @@ from ..primitives.tiles import CHUNK, make_chunk_offset, make_fill, make_left_la
 from ..primitives.words import WORD_OPS
 from ..runtime.compiler import cuda, float32, int32, int64, uint16, uint32
 from .expert_order import TILE, ExpertOrder
-from .grouped_product_tiled import Product, declare_product_cost, launch_tiles, make_starts
+from .grouped_product_tiled import (
+    Product,
+    declare_product_cost,
+    launch_tiles,
+    make_is_other,
+    make_starts,
+)
 
 BM = TILE  # rows of a block's tile
 BN = 64  # columns: one panel
@@ -147,6 +153,7 @@ def make_store(ACCUMULATE: bool):
 def make_kernel(product: Product, ACCUMULATE: bool = False):
     """Return the kernel of a product; launch_product starts it. ACCUMULATE: add to the result."""
     starts = make_starts(product, BM)
+    is_other = make_is_other(product, BM)
     load_left = make_load(BM, product.left_transposed)
     load_right = make_load(BN, product.right_transposed)
     multiply = make_multiply(product)
@@ -158,6 +165,8 @@ def make_kernel(product: Product, ACCUMULATE: bool = False):
         """The grid and the arguments are those of grouped_product_tiled.py's kernel."""
         smem = cuda.shared.array(0, uint16)
         acc = cuda.local.array((MT, NT, 4), float32)
+        if is_other(experts):
+            return
         row = int32(cuda.blockIdx.y * BM)
         column = int32(cuda.blockIdx.x * BN)
         left_start, right_start, start, terms = starts((experts, first, counts), rows, columns, K)

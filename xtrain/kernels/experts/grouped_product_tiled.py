@@ -25,7 +25,7 @@ from ..primitives.ptx import device, kernel, load1, store1
 from ..runtime.compiler import cuda, float32, int32, int64
 from ..runtime.cost import declare_cost
 from ..runtime.launch import launch
-from .expert_order import TILE, ExpertOrder
+from .expert_order import OTHER, TILE, ExpertOrder
 
 BM = 64  # rows of a block's tile
 BN = 64  # columns
@@ -73,8 +73,23 @@ def make_starts(product: Product, ROWS: int):
     return starts
 
 
+@functools.cache
+def make_is_other(product: Product, ROWS: int):
+    """Return is_other(experts): True if another launch writes this block's tile."""
+    OF_SLOTS = product.of_slots
+
+    @device
+    def is_other(experts):
+        return OF_SLOTS and experts[cuda.blockIdx.y * ROWS // TILE] == OTHER
+
+    return is_other
+
+
 def declare_product_cost(kernel, product: Product, accumulate: bool) -> None:
-    """Declare the cost of a kernel (out, left, right, ..., rows, columns, K): M includes padding."""
+    """Declare the cost of a kernel (out, left, right, ..., rows, columns, K): M includes padding.
+
+    A launch with the matrices of some experts counts the slots of all: the host knows no others.
+    """
 
     def flops(out, left, right, experts, first, counts, rows, columns, K):
         slots = TILE * experts.size
@@ -117,6 +132,7 @@ def make_kernel(product: Product, ACCUMULATE: bool = False):
     PITCH = BM + 1  # stores of neighbouring terms are in different banks
     THREADS = SIDE * SIDE
     starts = make_starts(product, BM)
+    is_other = make_is_other(product, BM)
     load_left = make_load(product.left_transposed)
     load_right = make_load(product.right_transposed)
 
@@ -131,6 +147,8 @@ def make_kernel(product: Product, ACCUMULATE: bool = False):
         sums = cuda.local.array((OWN, OWN), float32)
         a = cuda.local.array(OWN, float32)
         b = cuda.local.array(OWN, float32)
+        if is_other(experts):
+            return
         row = int32(cuda.blockIdx.y * BM)
         column = int32(cuda.blockIdx.x * BN)
         y = cuda.threadIdx.x // SIDE
