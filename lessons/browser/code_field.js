@@ -10,7 +10,8 @@ globalThis.codeField = (() => {
   const WORD =
     /^(def|return|for|in|if|elif|else|while|and|or|not|is|pass|break|continue|import|from|as|with|assert|lambda|class|None|True|False)$/;
   const TOKEN =
-    /#.*|("""|''')[^]*?(?:\1|$)|"(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?|@[\w.]+|\b\d[\w.]*|[A-Za-z_]\w*|\s+|[^]/g;
+    /#.*|("""|''')[^]*?(?:\1|$)|"(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?|@[\w.]+|\b\d[\w.]*|[\p{L}_][\p{L}\p{N}_]*|\s+|[^]/gu;
+  const MOST_COLOURED = 100_000; // characters: more take too long after each key
   const classOf = (token) =>
     token[0] === "#"
       ? "c"
@@ -25,6 +26,10 @@ globalThis.codeField = (() => {
   // The text as one element for each line.
   function painted(text) {
     const lines = [document.createElement("div")];
+    if (text.length > MOST_COLOURED)
+      return text
+        .split("\n")
+        .map((line) => Object.assign(document.createElement("div"), { textContent: line }));
     for (const [token] of text.matchAll(TOKEN))
       token.split("\n").forEach((part, i) => {
         if (i) lines.push(document.createElement("div"));
@@ -46,6 +51,7 @@ globalThis.codeField = (() => {
     Object.assign(area, { value: text, spellcheck: false, autocomplete: "off", wrap: "off" });
     for (const [name, value] of [
       ["aria-label", label],
+      ["aria-description", "Control and Enter run it. Escape, then Tab leaves the editor."],
       ["autocapitalize", "off"],
       ["autocorrect", "off"],
     ])
@@ -68,7 +74,7 @@ globalThis.codeField = (() => {
     area.addEventListener("input", () => {
       marks = {};
       paint();
-      change(area.value);
+      change();
     });
     area.addEventListener("keydown", (event) => {
       const before = area.value.slice(0, area.selectionStart),
@@ -78,16 +84,14 @@ globalThis.codeField = (() => {
         run();
       } else if (event.key === "Enter") {
         event.preventDefault();
-        insert("\n" + line.match(/^ */)[0] + (/:\s*(#.*)?$/.test(line) ? "    " : ""));
+        insert("\n" + line.match(/^[ \t]*/)[0] + (/:\s*(#.*)?$/.test(line) ? "    " : ""));
       } else if (event.key === "Tab" && !event.shiftKey && !leaving) {
         event.preventDefault();
         insert(" ".repeat(4 - (line.length % 4)));
       } else if (
         event.key === "Backspace" &&
         area.selectionStart === area.selectionEnd &&
-        line &&
-        !line.trim() &&
-        line.length % 4 === 0
+        /^(    )+$/.test(line)
       ) {
         event.preventDefault();
         area.setSelectionRange(area.selectionStart - 4, area.selectionStart);
@@ -104,6 +108,9 @@ globalThis.codeField = (() => {
         area.value = other;
         marks = {};
         paint();
+      },
+      set label(text) {
+        area.setAttribute("aria-label", text);
       },
       // Mark lines, and scroll so far that they are in sight.
       mark(some) {

@@ -1,6 +1,6 @@
 // An editor for Python: CodeMirror 6, with the colours of the page (cells.css).
 //
-//   const mine = editor(element, { text, onChange: (text) => ..., firstLine: 12, label: "Exercise 1.1" });
+//   const mine = editor(element, { text, onChange: (text) => ..., onRun: () => ..., firstLine: 12, label: "Exercise 1.1" });
 //   mine.text();  mine.set(text);  mine.firstLine(14);
 
 import { defaultKeymap, history, historyKeymap, indentWithTab } from "./codemirror/commands.js";
@@ -19,7 +19,7 @@ const numbersFrom = (first) => lineNumbers({ formatNumber: (n) => String(n + fir
 
 export function editor(
   element,
-  { text = "", onChange = () => {}, firstLine = 1, label = "Python" } = {},
+  { text = "", onChange = () => {}, onRun = () => {}, firstLine = 1, label = "Python" } = {},
 ) {
   const numbers = new Compartment();
   let first = firstLine;
@@ -39,9 +39,15 @@ export function editor(
         bracketMatching(),
         pythonLanguage,
         syntaxHighlighting(classHighlighter),
-        keymap.of([...defaultKeymap, ...historyKeymap, indentWithTab]), // Escape, then Tab leaves the editor
+        keymap.of([
+          { key: "Mod-Enter", run: () => (onRun(), true) },
+          ...defaultKeymap,
+          ...historyKeymap,
+          indentWithTab, // Escape, then Tab leaves the editor
+        ]),
         EditorView.contentAttributes.of({
           "aria-label": label,
+          "aria-description": "Control and Enter run it. Escape, then Tab leaves the editor.",
           autocapitalize: "off",
           spellcheck: "false",
         }),

@@ -46,7 +46,13 @@ class Cell {
     this.resetButton = button("Start over", this.reset);
     this.status = element("span", { className: "status" });
     this.status.setAttribute("role", "status");
-    this.output = element("pre", { className: "output", hidden: true });
+    this.clock = element("span", { className: "clock" });
+    this.clock.setAttribute("aria-hidden", "true"); // a screen reader would read each tenth of a second
+    this.mark = element("span", { className: "mark", textContent: "✓ passed", hidden: true });
+    const label = number ? `Exercise ${number}` : this.piece.name;
+    this.output = element("pre", { className: "output", hidden: true, tabIndex: 0 });
+    this.output.setAttribute("role", "region");
+    this.output.setAttribute("aria-label", `${label}: output`);
     this.steps = element("details", { className: "steps", hidden: true });
     const buttons = [
       this.runButton,
@@ -56,28 +62,28 @@ class Cell {
     ];
     const frame = element("div", { className: "editor" });
     this.block = element("div", { className: "exercise" }, frame);
-    if (this.piece.elsewhere) this.block.append(elsewhere(this.piece));
-    else
-      this.block.append(
-        element("div", { className: "bar" }, ...buttons, this.status),
-        this.output,
-        this.steps,
-      );
+    this.block.setAttribute("role", "group");
+    this.block.setAttribute("aria-label", label);
+    const runs = !this.piece.elsewhere;
+    if (runs) {
+      const bar = element("div", { className: "bar" }, ...buttons, this.mark, this.status);
+      bar.append(this.clock);
+      this.block.append(bar, this.output, this.steps);
+    } else this.block.append(elsewhere(this.piece, this.mark));
     place.querySelector(".jp-Cell-inputWrapper").hidden = true;
     place.append(this.block);
-    const label = number ? `Exercise ${number}` : this.piece.name;
     this.editor = editor(frame, {
       text: texts[index],
       label,
       onChange: (text) => this.changed(text),
+      onRun: () => runs && (number ? this.check() : this.run()),
     });
     this.show(false);
   }
 
   changed(text) {
     texts[this.index] = text.trimEnd();
-    if (!keep(lesson.file, texts))
-      this.status.textContent = "Not kept: this browser's storage is full or closed.";
+    isKept(keep(lesson.file, texts, about));
     numberLines();
   }
 
@@ -89,23 +95,25 @@ class Cell {
   // Show what can be done while a program runs here or in another cell, or none does.
   show(runs) {
     this.stopButton.hidden = !runs || Boolean(progress); // there is nothing to stop while Python loads
-    for (const button of [this.runButton, this.checkButton]) button.disabled = Boolean(busy);
-    const { number } = this.piece;
-    this.block.classList.toggle("passed", number !== null && passed().has(number));
+    for (const button of [this.runButton, this.checkButton])
+      button.setAttribute("aria-disabled", Boolean(busy)); // not disabled: that would take the focus from it
+    const isPassed = passed().has(this.piece.number);
+    this.block.classList.toggle("passed", isPassed);
+    this.mark.hidden = !isPassed;
   }
 
   run() {
     const upToHere = joined(texts.slice(0, this.index + 1));
     const options = { file: `/my_lessons/${lesson.file}.py`, onOutput: (text) => this.print(text) };
     return this.during(async () => {
-      const { ok, error, pages, stopped, seconds } = await runtime.run(upToHere, options);
-      if (error && !stopped) this.print(error);
+      const { ok, error, page, stopped, seconds } = await runtime.run(upToHere, options);
+      if (error && !stopped) this.report(error);
       else if (ok && this.output.hidden)
-        this.print(
+        this.report(
           "It ran, and printed nothing: call your function below it, and print what it gives.",
         );
-      this.status.textContent = stopped ? "Stopped." : `${seconds.toFixed(1)} s`;
-      this.showSteps(pages.at(-1)?.html);
+      this.say(stopped ? "Stopped." : ok ? "Done" : "An error", seconds);
+      this.showSteps(page);
     });
   }
 
@@ -117,21 +125,19 @@ class Cell {
         file: lesson.file,
         onOutput: (text) => this.print(text),
       });
-      this.status.textContent = said.stopped
-        ? "Stopped."
-        : `${((performance.now() - begin) / 1000).toFixed(1)} s`;
-      if (said.stopped) return;
-      this.print(said.text);
+      if (said.stopped) return this.say("Stopped.");
+      this.say(said.passed ? "Correct" : "Not yet", (performance.now() - begin) / 1000);
+      this.report(said.text);
       this.output.classList.add("verdict", said.passed ? "right" : "wrong");
-      if (!note(number, said.passed))
-        this.status.textContent = "Not kept: this browser's storage is full or closed.";
+      if (said.passed !== null) isKept(note(number, said.passed));
       this.showSteps(said.page);
       showProgress();
     });
   }
 
-  // Load Python if needed, then call `work`. Until it ends, the buttons of all cells are off.
+  // Load Python if needed, then call `work`. Until it ends, the buttons of all cells do nothing.
   async during(work) {
+    if (busy) return;
     busy = this;
     cells.forEach((cell) => cell.show(cell === this));
     this.output.hidden = true;
@@ -149,8 +155,8 @@ class Cell {
       this.begin = performance.now();
       await work();
     } catch (error) {
-      this.print(error.message);
-      this.status.textContent = "";
+      this.report(error.message);
+      this.say("An error");
     } finally {
       clearInterval(clock);
       progress = null;
@@ -160,15 +166,27 @@ class Cell {
   }
 
   tick() {
-    const seconds = ((performance.now() - this.begin) / 1000).toFixed(1);
-    if (progress)
-      this.status.textContent = `Loading ${progress.text}, step ${progress.done + 1} of ${progress.of}: ${seconds} s`;
-    else this.status.textContent = `Running: ${seconds} s`;
+    const loads =
+      progress && `Loading ${progress.text}, step ${progress.done + 1} of ${progress.of}`;
+    this.say(loads || "Running", (performance.now() - this.begin) / 1000);
   }
 
+  // What the cell does, or how it has ended, and the time of it.
+  say(text, seconds) {
+    if (this.status.textContent !== text) this.status.textContent = text;
+    this.clock.textContent = seconds === undefined ? "" : `${seconds.toFixed(1)} s`;
+  }
+
+  // A part of what the program prints.
   print(text) {
     this.output.hidden = false;
-    this.output.append(text.endsWith("\n") ? text : `${text}\n`);
+    this.output.append(text);
+  }
+
+  // A text of its own, below what the program has printed.
+  report(text) {
+    const begun = this.output.lastChild?.data.endsWith("\n") === false;
+    this.print(`${begun ? "\n" : ""}${text}\n`);
   }
 
   // The page of the stepper, which is shown when it is opened.
@@ -186,7 +204,7 @@ class Cell {
 let progress = null; // of loading Python, while a cell waits for it
 const showLoading = (now) => (progress &&= now);
 
-function elsewhere({ elsewhere, number }) {
+function elsewhere({ elsewhere, number }, mark) {
   const command = (text) => element("code", { textContent: text });
   return element(
     "p",
@@ -195,6 +213,8 @@ function elsewhere({ elsewhere, number }) {
     command(`xtrain lesson start ${lesson.lesson}`),
     ", and then ",
     command(`xtrain lesson check ${number ?? lesson.lesson}`),
+    " ",
+    mark,
   );
 }
 
@@ -206,6 +226,16 @@ function numberLines() {
 
 // ------------------------------------------------------------------ the bar under the title: progress, files
 const count = element("span", { className: "count" });
+const warning = element("strong", { className: "unkept" });
+warning.setAttribute("role", "alert");
+
+function isKept(kept) {
+  const text = kept
+    ? ""
+    : "Not kept: this browser's storage is full or closed. Save to a file before you leave.";
+  if (warning.textContent !== text) warning.textContent = text;
+}
+
 const chooser = element("input", {
   type: "file",
   multiple: true,
@@ -260,6 +290,7 @@ function bar() {
     "div",
     { className: "exercise-bar" },
     count,
+    warning,
     button(
       "Save to a file",
       "my_lessons.zip: unpack it, and `xtrain lesson` continues there",

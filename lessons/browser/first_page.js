@@ -42,32 +42,39 @@
   const items = [...document.querySelectorAll(".track li")],
     exercises = (item) => item.dataset.exercises.split(" ");
   import("./storage.js")
-    .then(({ passed }) => {
-      const done = passed(),
-        complete = (item) => exercises(item).every((number) => done.has(number));
-      for (const item of items)
-        item.className = complete(item)
-          ? "passed"
-          : exercises(item).some((number) => done.has(number))
-            ? "begun"
-            : "";
-      for (const track of document.querySelectorAll(".track")) {
-        const lessons = [...track.querySelectorAll("li")],
-          count = lessons.filter(complete).length;
-        track.querySelector("progress").value = count;
-        if (count)
-          track.querySelector(".track-done span").textContent =
-            `${count} of ${lessons.length} lessons`;
-        lessons.find((item) => !complete(item))?.classList.add("next");
-        if (track.querySelector("details .next")) track.querySelector("details").open = true;
-      }
-      const last = items.findLast((item) => item.matches(".passed, .begun"))?.closest(".track"),
-        next = last?.querySelector(".next a");
-      if (next)
-        Object.assign(document.querySelector(".starts .start"), {
-          href: next.href,
-          textContent: `Continue with lesson ${next.querySelector("b").textContent}`,
-        });
+    .then(({ passed, watch }) => {
+      const show = () => showProgress(passed());
+      watch("", () => {}, show);
+      show();
     })
     .catch(() => {}); // a page that was opened from a file has no modules: it shows no progress
+
+  function showProgress(done) {
+    const complete = (item) => exercises(item).every((number) => done.has(number));
+    for (const item of items) {
+      item.className = complete(item)
+        ? "passed"
+        : exercises(item).some((number) => done.has(number))
+          ? "begun"
+          : "";
+      item.querySelector("a").setAttribute("aria-description", item.className);
+    }
+    for (const track of document.querySelectorAll(".track")) {
+      const lessons = [...track.querySelectorAll("li")],
+        count = lessons.filter(complete).length;
+      track.querySelector("progress").value = count;
+      if (count)
+        track.querySelector(".track-done span").textContent =
+          `${count} of ${lessons.length} lessons`;
+      lessons.find((item) => !complete(item))?.classList.add("next");
+      if (track.querySelector("details .next")) track.querySelector("details").open = true;
+    }
+    const last = items.findLast((item) => item.matches(".passed, .begun"))?.closest(".track"),
+      next = last?.querySelector(".next a");
+    if (next)
+      Object.assign(document.querySelector(".starts .start"), {
+        href: next.href,
+        textContent: `Continue with lesson ${next.querySelector("b").textContent}`,
+      });
+  }
 }

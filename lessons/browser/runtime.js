@@ -1,7 +1,7 @@
 // Python in a Web Worker (worker.js), for pages that run kernels and check exercises.
 //
 //   const runtime = await start({ onProgress: ({ text, seconds, done, of }) => ... });
-//   const { ok, error, pages } = await runtime.run(code, { onOutput: (text) => ... });
+//   const { ok, error, page } = await runtime.run(code, { onOutput: (text) => ... });
 //   const { passed, text, page } = await runtime.check("1.1", fileText, { file: "01_threads" });
 //   runtime.stop();   // also an endless loop: the worker is ended, and another one loads
 //
@@ -27,6 +27,11 @@ function confinedWorker() {
   setTimeout(() => URL.revokeObjectURL(address), 60_000); // when the worker has read it
   return worker;
 }
+
+const failure = (why) =>
+  new Error(
+    `Python could not be loaded (${why}): look whether you are online, and press the button again.`,
+  );
 
 class Runtime {
   #worker;
@@ -54,13 +59,13 @@ class Runtime {
       this.#settle = resolve;
       worker.onmessage = ({ data }) => {
         if (data.progress) this.#onProgress(data.progress);
-        else if (data.failed) reject(new Error(`Python could not be loaded: ${data.failed}`));
+        else if (data.failed) reject(failure(data.failed));
         else if (data.ready) resolve(this);
         else this.#answer(data);
       };
       worker.onerror = (event) => {
         event.preventDefault();
-        reject(new Error(`Python could not be loaded: ${event.message || "worker.js is missing"}`));
+        reject(failure(event.message || "worker.js is missing"));
       };
     });
     this.#ready.catch(() => {
@@ -93,7 +98,7 @@ class Runtime {
     return this.#ask({ run: [code, file, JSON.stringify(options)] }, onOutput);
   }
 
-  // Judge an exercise. text: the reader's whole file, as `xtrain lesson check` reads it. file: its name without .py.
+  // Judge an exercise. passed: null if there is no verdict, because the file is not Python. text: the reader's whole file, as `xtrain lesson check` reads it. file: its name without .py.
   check(number, text, { file, seed, onOutput } = {}) {
     return this.#ask({ check: [number, text, file, seed] }, onOutput);
   }
@@ -102,15 +107,8 @@ class Runtime {
   stop() {
     this.#worker.terminate();
     const settle = this.#settle;
-    const stopped = {
-      ok: false,
-      passed: false,
-      error: "Stopped.",
-      text: "Stopped.",
-      pages: [],
-      page: "",
-      stopped: true,
-    };
+    const text = "Stopped.";
+    const stopped = { ok: false, passed: null, error: text, text, page: "", stopped: true };
     for (const { resolve } of this.#waiting.values()) resolve(stopped);
     this.#waiting.clear();
     this.#start();

@@ -117,6 +117,7 @@ function figure(place, title, controls, size, draw) {
       });
       c.input.value = c.value;
     }
+    c.input.setAttribute("aria-label", c.label); // a label with an output is the output's
     c.input.addEventListener("input", redraw);
   }
   redraw();

@@ -20,12 +20,16 @@ class Stage {
     this.field = codeField(place, place.querySelector("pre").textContent.trimEnd(), {
       label: this.file,
       run: () => this.run(),
-      change: (text) => this.changed(text),
+      change: () => this.changed(),
     });
     this.original = this.field.value;
     this.mode = this.frame.dataset.stepper;
     [this.head, this.data, this.tail] = this.frame.srcdoc.split(DATA);
-    this.runButton.addEventListener("click", () => (this.running ? this.stop() : this.run()));
+    this.runButton.addEventListener("click", (event) => {
+      if (this.loading || event.detail > 1) return; // the second click of a double click would stop it
+      if (this.running) this.stop();
+      else this.run();
+    });
     root
       .querySelector("[data-do=reset]")
       ?.addEventListener("click", () => this.load(this.file, this.original, this.first));
@@ -73,13 +77,20 @@ class Stage {
     if (this.running) this.stop();
     this.turn = null;
     this.button("Run");
-    this.file = file;
+    this.file = this.field.label = file;
     this.root.querySelector(".stage-file").textContent = file;
     this.original = source = source.trimEnd();
     this.field.value = source;
     this.first = result;
     this.frame.dataset.stepper = this.mode;
     this.show(result);
+  }
+
+  // Show what the reader has written earlier, in the place of the program.
+  write(source) {
+    this.field.value = source;
+    this.say("", "Press Run.");
+    this.changed();
   }
 
   // The lines of the program that a report names: "rotate.py:12", or those of a traceback.
@@ -94,18 +105,23 @@ class Stage {
     this.said.textContent = text;
   }
 
+  print(text) {
+    this.out.textContent = text;
+    this.out.hidden = !text;
+  }
+
   // result: {printed, error, data} of a run, or null. data: that of the stepper's page.
   show(result) {
     this.edited = false;
     this.root.classList.remove("edited");
     this.result = result;
-    this.out.textContent = result?.printed || "";
-    this.out.hidden = !this.out.textContent;
+    this.print(result?.printed || "");
     this.frame.hidden = !result?.data;
     if (result?.data) this.frame.srcdoc = this.head + result.data + this.tail;
     this.field.mark({ bad: this.linesOf(result?.error || "") });
     if (!result) this.say("", "Press Run.");
     else if (result.error) this.say("bad", result.error);
+    else if (!result.data) this.say("good", "It has run to its end. It has launched no kernel.");
     else this.say("good", "It has run to its end: no race, no deadlock, no access out of bounds.");
     this.root.dispatchEvent(new CustomEvent("shown", { detail: result }));
   }
@@ -113,18 +129,26 @@ class Stage {
   async run() {
     if (this.running) return;
     const turn = (this.turn = {}); // another program may be chosen while this one runs
-    this.button("Loading", true);
+    const source = this.field.value;
+    this.button("Loading");
     try {
-      const tell = (text) => {
+      await loadPython(this.confined, (text) => {
         if (this.turn === turn) this.say("busy", text);
-      };
-      const result = await runProgram(this.field.value, this.file, this.confined, tell, () =>
-        this.button("Stop"),
-      );
+      });
+      if (this.turn !== turn) return;
+      this.button("Stop");
+      this.say("busy", "Running …");
+      this.print("");
+      const result = await runProgram(source, this.file, (printed) => {
+        if (this.turn === turn) this.print(printed);
+      });
       if (this.turn !== turn) return;
       this.frame.dataset.stepper = "embedded"; // a reader's own run begins where its error shows
       this.button("Run");
       this.show(result);
+      if (this.field.value === source) return;
+      this.field.mark({}); // it was changed while it ran
+      this.changed();
     } catch (error) {
       if (this.turn === turn) this.say("bad", error.message);
     } finally {
@@ -132,9 +156,11 @@ class Stage {
     }
   }
 
-  button(text, disabled = false) {
+  button(text) {
     this.running = text !== "Run";
-    Object.assign(this.runButton, { textContent: text, disabled });
+    this.loading = text === "Loading"; // there is nothing to stop
+    this.runButton.textContent = text;
+    this.runButton.setAttribute("aria-disabled", this.loading); // not disabled: that would take the focus from it
   }
 
   stop() {
@@ -147,33 +173,40 @@ let runtime = null,
   listener = () => {};
 const LOADING = "Loading Python, once:";
 
-// tell: called with what Python is doing. begins: called when the program starts.
-async function runProgram(source, file, confined, tell, begins) {
+// tell: called with what it is doing.
+async function loadPython(confined, tell) {
   if (location.protocol === "file:")
     throw new Error(
       "A page that was opened from a file cannot load Python: open the site with `mkdocs serve`.",
     );
   tell(`${LOADING} …`);
-  const { start } = await import("./runtime.js"),
+  const { start } = await import("./runtime.js").catch(() => {
+      throw new Error(
+        "The site cannot be reached: look whether you are online, and press Run again.",
+      );
+    }),
     first = !runtime;
   listener = ({ text, seconds }) => tell(`${LOADING} ${text} … ${Math.round(seconds)} s`);
   runtime = await start(
     first ? { confined, onProgress: (progress) => listener(progress) } : { confined },
   );
   listener = () => {}; // after a stop Python loads again, unasked
-  tell("Running …");
-  begins();
+}
+
+// tell: called with what it has printed.
+async function runProgram(source, file, tell) {
   let printed = "";
-  const { error, pages } = await runtime.run(source, {
+  const { error, page } = await runtime.run(source, {
     file,
     onOutput: (text) => {
       printed += text;
+      tell(printed);
     },
   });
-  // Only the data of the last page is used, in the frame that came with the site: a program that arrived as a link may have
+  // Only the data of the page is used, in the frame that came with the site: a program that arrived as a link may have
   // written anything into the page.
-  const data = pages.length
-    ? JSON.stringify(JSON.parse(pages.at(-1).html.match(DATA)[0])).replaceAll("<", "\\u003c")
+  const data = page
+    ? JSON.stringify(JSON.parse(page.match(DATA)[0])).replaceAll("<", "\\u003c")
     : "";
   return { printed, error, data };
 }

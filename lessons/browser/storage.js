@@ -1,29 +1,53 @@
 // The reader's files and the exercises that passed, in the browser's storage. Nothing is sent anywhere.
 //
-// A file is kept as its pieces: the text before the first exercise, and one text for each cell. An imported file is kept as
-// one text until its page cuts it (cut).
+// A file is kept as its pieces: the text before the first exercise, and one text for each cell. One that is as the lesson had it
+// is {lesson: text}: it follows the lesson when the site is built again. An imported file is kept as one text until its page
+// cuts it (cut).
 
 const FILE = "xtrain/file/"; // and the name: 01_threads
 const PASSED = "xtrain/passed"; // ["1.1", ...], what my_lessons/passed.txt has
 
+const unkept = new Map(); // what the storage has refused: a private window, or it is full. It ends with the page.
+const ask = (event) => event.preventDefault(); // before the page is left
+
 function read(key, otherwise) {
   try {
-    return JSON.parse(localStorage.getItem(key)) ?? otherwise;
+    return JSON.parse(unkept.get(key) ?? localStorage.getItem(key)) ?? otherwise;
   } catch {
     return otherwise; // no storage here, or not ours
   }
 }
 
 function write(key, value) {
+  const text = JSON.stringify(value);
   try {
-    localStorage.setItem(key, JSON.stringify(value));
-    return true;
+    localStorage.setItem(key, text);
+    unkept.delete(key);
   } catch {
-    return false; // a private window, or the storage is full
+    unkept.set(key, text);
   }
+  if (unkept.size) addEventListener("beforeunload", ask);
+  else removeEventListener("beforeunload", ask);
+  return !unkept.has(key);
 }
 
-export const passed = () => new Set(read(PASSED, []));
+// The names of what is kept here, of this site.
+function keys() {
+  let stored = [];
+  try {
+    stored = Object.keys(localStorage);
+  } catch {} // the storage is closed
+  return [...new Set([...stored, ...unkept.keys()])].filter((key) => key.startsWith("xtrain/"));
+}
+
+const textOf = (piece) => piece?.lesson ?? piece;
+const isTexts = (value) =>
+  Array.isArray(value) && value.every((piece) => typeof textOf(piece) === "string");
+
+export function passed() {
+  const kept = read(PASSED, []);
+  return new Set(Array.isArray(kept) ? kept.filter((number) => typeof number === "string") : []);
+}
 
 // The verdict on an exercise. Returns whether it is kept.
 export function note(number, ok) {
@@ -73,18 +97,27 @@ export function cut(text, about) {
 export function pieces(name, about) {
   const kept = read(FILE + name, null);
   if (typeof kept === "string") return cut(kept, about);
-  if (!Array.isArray(kept)) return about.map(({ text }) => text);
-  if (kept.length === about.length) return kept;
-  return cut(joined(kept), about).map((piece, i) => piece || about[i].text); // the lesson has other exercises than it had
+  if (!isTexts(kept)) return about.map(({ text }) => text);
+  if (kept.length === about.length)
+    return kept.map((piece, i) => (typeof piece === "string" ? piece : about[i].text));
+  return cut(joined(kept.map(textOf)), about).map((piece, i) => piece || about[i].text); // the lesson has other exercises than it had
 }
 
-export const keep = (name, pieces) => write(FILE + name, pieces);
+export function keep(name, pieces, about) {
+  const kept = pieces.map((text, i) => (text === about[i].text ? { lesson: text } : text));
+  return write(FILE + name, kept);
+}
 
-// Call a function when another tab has kept this file, and one when it has kept what has passed.
+// Call a function when another page has kept this file, and one when it has kept what has passed.
 export function watch(name, fileChanged, passedChanged) {
   addEventListener("storage", ({ key }) => {
-    if (key === PASSED) passedChanged();
-    else if (key === FILE + name || key === null) fileChanged();
+    if (key === PASSED || key === null) passedChanged();
+    if (key === FILE + name || key === null) fileChanged();
+  });
+  addEventListener("pageshow", ({ persisted }) => {
+    if (!persisted) return;
+    passedChanged(); // with the back button; meanwhile the page heard nothing of other tabs
+    fileChanged();
   });
 }
 
@@ -92,11 +125,10 @@ export function watch(name, fileChanged, passedChanged) {
 
 function files() {
   const found = {};
-  for (const key of Object.keys(localStorage)
-    .filter((key) => key.startsWith(FILE))
-    .sort()) {
-    const kept = read(key, "");
-    found[`${key.slice(FILE.length)}.py`] = typeof kept === "string" ? kept : joined(kept);
+  for (const key of keys().sort()) {
+    const kept = key.startsWith(FILE) ? read(key, null) : null;
+    const text = isTexts(kept) ? joined(kept.map(textOf)) : kept;
+    if (typeof text === "string") found[`${key.slice(FILE.length)}.py`] = text;
   }
   found["passed.txt"] = inOrder(passed())
     .map((number) => `${number}\n`)
@@ -114,14 +146,22 @@ export async function opened(list) {
   const found = {};
   for (const file of list) {
     const bytes = new Uint8Array(await file.arrayBuffer());
-    const texts = /\.zip$/i.test(file.name) ? await unzip(bytes) : [[file.name, decode(bytes)]];
-    for (const [path, text] of texts) {
+    const members = /\.zip$/i.test(file.name) ? await unzip(bytes) : [[file.name, bytes]];
+    for (const [path, content] of members) {
       const name = path.split("/").pop();
       if (/^\d\d_\w+\.py$/.test(name) || name === "passed.txt")
-        found[name] = text.replace(/\r\n/g, "\n");
+        found[name] = decoded(name, content);
     }
   }
   return found;
+}
+
+function decoded(name, bytes) {
+  try {
+    return new TextDecoder("utf-8", { fatal: true }).decode(bytes).replace(/\r\n?/g, "\n");
+  } catch {
+    throw new Error(`${name} is not text in UTF-8: save it as UTF-8, and open it again.`);
+  }
 }
 
 // The names of those that would replace another text.
@@ -134,16 +174,23 @@ export function replaced(texts) {
 
 // Keep them all, or none: raises an error if the storage is full. What has passed is added to what has passed here.
 export function imported(texts) {
-  const before = Object.entries(localStorage).filter(([key]) => key.startsWith("xtrain/"));
+  const before = keys().map((key) => [key, read(key, null)]);
   const kept = Object.entries(texts).every(([name, text]) => {
     if (name !== "passed.txt") return write(FILE + name.slice(0, -3), text);
     return write(PASSED, inOrder(new Set([...passed(), ...(text.match(/^\d+\.\d+$/gm) ?? [])])));
   });
   if (kept) return;
   for (const name of Object.keys(texts))
-    localStorage.removeItem(name === "passed.txt" ? PASSED : FILE + name.slice(0, -3));
-  for (const [key, value] of before) localStorage.setItem(key, value);
+    remove(name === "passed.txt" ? PASSED : FILE + name.slice(0, -3));
+  for (const [key, value] of before) write(key, value);
   throw new Error("Nothing was opened: this browser's storage is full or closed.");
+}
+
+function remove(key) {
+  unkept.delete(key);
+  try {
+    localStorage.removeItem(key);
+  } catch {} // the storage is closed
 }
 
 const encode = (text) => new TextEncoder().encode(text);
@@ -212,7 +259,7 @@ function concatenated(parts) {
   return whole;
 }
 
-// [[name, text]] of a zip archive, also of a compressed one. Raises an error if a file in it is damaged.
+// [[name, bytes]] of a zip archive, also of a compressed one. Raises an error if a file in it is damaged.
 export async function unzip(bytes) {
   try {
     return await entries(bytes);
@@ -240,7 +287,7 @@ async function entries(bytes) {
     const data = bytes.subarray(begin, begin + four(at + 20));
     const content = two(at + 10) ? await inflated(data) : data;
     if (crc32(content) !== four(at + 16)) throw new Error(`${name} has another checksum`);
-    if (!name.endsWith("/")) found.push([name, decode(content)]);
+    if (!name.endsWith("/")) found.push([name, content]);
     at += 46 + length + two(at + 30) + two(at + 32);
   }
   return found;

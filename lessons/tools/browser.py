@@ -117,10 +117,10 @@ def _numpy(package: Path) -> bytes:
 
 
 def _xtrain() -> bytes:
-    """The library and the judges, as in the repository, and lessons/browser/python."""
+    """The library and the judges, as in the repository; lessons/browser/python, and what it imports of lessons/tools."""
     paths = [path for pattern in XTRAIN for path in ROOT.glob(pattern)]
     files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths}
-    for path in (SOURCE / "python").glob("*.py"):
+    for path in (ROOT / "lessons/tools/traced.py", *(SOURCE / "python").glob("*.py")):
         files[path.name] = path.read_bytes()
     return _zip(files)
 

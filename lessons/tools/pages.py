@@ -182,7 +182,7 @@ def tracks() -> str:
         found.append(f"""<section class="track {track.lower()}">
 <h3>{track}</h3>
 <p class="track-about">{about[track][0].upper()}{about[track][1:]}.</p>
-<p class="track-done"><progress max="{len(items)}" value="0"></progress>
+<p class="track-done"><progress max="{len(items)}" value="0" aria-label="{track}: lessons passed"></progress>
 <span>{len(items)} lessons, {hours[track]} hours</span></p>
 <ol>{"".join(items[:SHOWN])}</ol>
 <details><summary>{more} more</summary><ol>{"".join(items[SHOWN:])}</ol></details>
@@ -206,6 +206,7 @@ def playground(content: str) -> str:
     options = "".join(
         f'<option value="{name}">{title}</option>' for name, title in EXAMPLES.items()
     )
+    options += '<option value="" hidden>From a link</option>'
     menu = f'<label class="pick"><span>Program</span><select>{options}</select></label>'
     buttons = _button("reset", "Reset") + _button("link", "Copy a link") + _button("run", "Run")
     made = menu + stage("reduction.py", "", False, buttons)

@@ -232,11 +232,18 @@ RIGHT = RACE.replace("        tile[t] = tile[m - 1 - t]\n", "").replace("= tile[
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Pages that may load from this server only, also in their workers. missing: a path that it does not have now."""
+    """Pages that may load from this server only, also in their workers.
+
+    missing: a path that it does not have now. cut: one that it does not answer, as without a network.
+    """
 
     missing = ""
+    cut = ""
 
     def do_GET(self):
+        if self.path == self.cut:
+            self.close_connection = True
+            return None
         if self.path == self.missing:
             return self.send_error(503)
         return super().do_GET()
@@ -288,8 +295,11 @@ class Page:
         """An expression: the element of exercise i, from 0."""
         return f"document.querySelectorAll('.exercise')[{i}].querySelector('{selector}')"
 
+    def text_of(self, i, selector):
+        return f"{self.of(i, selector)}.textContent"
+
     def text(self, i, selector):
-        return self.browser.evaluate(f"{self.of(i, selector)}.textContent")
+        return self.browser.evaluate(self.text_of(i, selector))
 
     def write(self, i, text):
         """Replace what is in the editor, as a reader does."""
@@ -299,13 +309,22 @@ class Page:
         self.browser.call("Input.dispatchKeyEvent", type="keyUp", **key)
         self.browser.type(text)
 
+    def key(self, key, code, modifiers=0):
+        same = dict(key=key, code=key, windowsVirtualKeyCode=code, modifiers=modifiers)
+        for kind in ("rawKeyDown", "keyUp"):
+            self.browser.call("Input.dispatchKeyEvent", type=kind, **same)
+
+    def focused(self):
+        script = "document.activeElement.ariaLabel || document.activeElement.textContent"
+        return self.browser.evaluate(script)
+
     def press(self, i, name):
         buttons = f"[...document.querySelectorAll('.exercise')[{i}].querySelectorAll('button')]"
         self.browser.evaluate(f"{buttons}.find(b => b.textContent == '{name}').click()")
 
     def output(self, i):
         """Wait for the end of the program. Return what it printed, or the verdict."""
-        self.browser.wait(f"!{self.of(i, 'button.main')}.disabled", 120)
+        self.browser.wait(f"{self.of(i, 'button.main')}.ariaDisabled == 'false'", 120)
         return self.text(i, ".output")
 
     def check(self, i):
@@ -435,6 +454,19 @@ def test_a_lesson_that_has_another_exercise_keeps_the_attempts(address, browser)
     assert "# YOUR CODE" in page.text(0, ".cm-content")
 
 
+def test_what_the_reader_has_not_changed_follows_the_lesson(address, browser):
+    """The site is built again with other imports and another text: they would not fit what is kept of the old ones."""
+    page = Page(browser, address)
+    page.write(2, RIGHT)
+    script = """import('./browser/storage.js').then(s => {
+        const {pieces} = JSON.parse(document.getElementById('lesson-exercises').textContent);
+        const newer = pieces.map(piece => ({...piece, text: '# newer\\n' + piece.text}));
+        return s.pieces('01_threads', newer).map(text => text.startsWith('# newer'));
+    })"""
+    assert browser.evaluate(script) == [True, True, True, False]
+    assert "# YOUR CODE" in browser.evaluate(EXPORTED)
+
+
 @only_slow  # Pyodide starts twice
 def test_a_load_that_failed_is_tried_again(address, browser, monkeypatch):
     """Also the one after a stop."""
@@ -459,3 +491,191 @@ def test_a_load_that_failed_is_tried_again(address, browser, monkeypatch):
     block("")
     page.press(0, "Run")
     assert page.output(0) == "42\n"
+
+
+@only_slow  # Pyodide starts
+def test_what_a_program_leaves_behind_does_not_reach_the_next(address, browser):
+    """Output without an end of line, in a loop without an end, too; settings of NumPy and of Python."""
+    page = Page(browser, address)
+    page.write(0, "print('é字', end='')")
+    page.press(0, "Run")
+    assert page.output(0) == "é字"
+    page.write(
+        0, "import sys\nnp.seterr(all='raise')\nsys.setrecursionlimit(90)\nsys.stdout = None"
+    )
+    page.press(0, "Run")
+    assert "printed nothing" in page.output(0)
+    page.write(0, "print(np.float32(1) / np.float32([0]))")
+    page.press(0, "Run")
+    assert page.output(0) == "[inf]\n"
+
+    page.write(0, "while True:\n    print('x', end='')")
+    page.press(0, "Run")
+    browser.wait(f"{page.text_of(0, '.output')}.includes('The rest of the output')", 60)
+    assert len(page.text(0, ".output")) < 201_000
+    page.press(0, "Stop")
+    browser.wait(f"{page.text_of(0, '.status')} == 'Stopped.'")
+    assert not browser.complaints
+
+
+@only_slow  # Pyodide starts
+def test_a_file_that_is_not_python_costs_no_verdict(address, browser):
+    """As on the command line: a gap that is being written elsewhere does not undo what has passed."""
+    page = Page(browser, address)
+    page.write(2, RIGHT)
+    assert page.check(2).startswith("1.3 reverse_kernel: correct.")
+    page.write(0, "def half(:")
+    assert "01_threads.py cannot be read as Python: SyntaxError" in page.check(2)
+    assert browser.evaluate("localStorage['xtrain/passed']") == '["1.3"]'
+    assert not browser.evaluate(f"{page.of(2, '.mark')}.hidden")
+
+
+@only_slow  # Pyodide starts
+def test_the_keyboard_alone(address, browser):
+    page = Page(browser, address)
+    page.write(2, RIGHT)
+    page.key("Enter", 13, modifiers=2)  # Control
+    assert page.output(2).startswith("1.3 reverse_kernel: correct.")
+    page.key("Tab", 9)  # indents
+    assert page.focused() == "Exercise 1.3"
+    page.key("Escape", 27)
+    page.key("Tab", 9)
+    assert page.focused() == "Run"
+    page.key("Tab", 9)
+    assert page.focused() == "Check"
+    page.key(" ", 32)
+    for _ in range(9):  # while the first one runs
+        page.key(" ", 32)
+    assert page.output(2).startswith("1.3 reverse_kernel: correct.")
+    assert page.focused() == "Check"
+    page.key("Tab", 9)
+    page.key("Tab", 9)
+    assert page.focused() == "Exercise 1.3: output"
+    assert not browser.complaints
+
+
+CLOSED = (
+    "Object.defineProperty(window, 'localStorage', {get() { throw new DOMException('closed') }})"
+)
+EXPORTED = "import('./browser/storage.js').then(s => s.exported().text())"
+
+
+def test_without_storage_a_page_works_and_saves_to_a_file(address, browser):
+    script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=CLOSED)
+    try:
+        page = Page.__new__(Page)
+        page.browser, page.address = browser, address
+        page.open()
+        assert browser.evaluate("document.querySelector('.count').textContent").startswith("0 of 3")
+        page.write(2, RIGHT)
+        assert "storage is full or closed" in browser.evaluate(
+            "document.querySelector('.unkept').textContent"
+        )
+        assert "y_n[first + t] = tile[m - 1 - t]" in browser.evaluate(EXPORTED)
+        opened = "import('./browser/storage.js').then(s => s.imported({'01_threads.py': 'x = 1'})).catch(e => e.message)"
+        assert "Nothing was opened" in browser.evaluate(opened)
+        assert "y_n[first + t] = tile[m - 1 - t]" in browser.evaluate(EXPORTED)
+        assert not browser.complaints
+    finally:
+        browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script["identifier"])
+    browser.dialogs.clear()
+    browser.open("about:blank")
+    assert browser.dialogs == ["beforeunload"]
+
+
+FILL = """(() => {
+    let text = "", n = 2 ** 22;
+    while (n >= 1) try { localStorage.rest = text + "x".repeat(n); text = localStorage.rest } catch { n >>= 1 }
+})()"""
+
+
+def test_a_full_storage_keeps_the_text_in_the_page(address, browser):
+    page = Page(browser, address)
+    page.write(0, "kept = 1")
+    browser.evaluate(FILL)
+    page.write(2, "new = 2  # " + "more " * 500)
+    kept = "localStorage['xtrain/file/01_threads']"
+    assert not browser.evaluate(f"{kept}.includes('new = 2')")
+    warning = "document.querySelector('.unkept').textContent"
+    assert "Save to a file" in browser.evaluate(warning)
+    exported = browser.evaluate(EXPORTED)
+    assert "kept = 1" in exported and "new = 2" in exported
+    browser.evaluate("localStorage.removeItem('rest')")
+    page.write(2, "new = 3")
+    assert browser.evaluate(warning) == ""
+    assert browser.evaluate(f"{kept}.includes('new = 3')")
+    assert not browser.evaluate("!dispatchEvent(new Event('beforeunload', {cancelable: true}))")
+
+
+def test_a_storage_that_something_else_has_written_to(address, browser):
+    page = Page(browser, address)
+    for passed, file in (("5", "[1, 2, 3, 4]"), ('"1.1"', "{}"), ("[3]", "5"), ("{", "{")):
+        script = f"localStorage['xtrain/passed'] = {passed!r}; localStorage['xtrain/file/01_threads'] = {file!r}"
+        browser.evaluate(script)
+        page.open()
+        assert "# YOUR CODE" in page.text(0, ".cm-content")
+        assert browser.evaluate("document.querySelector('.count').textContent").startswith("0 of 3")
+        assert "passed.txt" in browser.evaluate(EXPORTED)
+    assert not browser.complaints
+
+
+def test_a_file_that_is_not_text_changes_nothing(address, browser):
+    Page(browser, address)
+    script = "import('./browser/storage.js').then(s => s.opened([new File([new Uint8Array([%s])], '%s')])).then(o => JSON.stringify(o), e => e.message)"
+    said = browser.evaluate(script % ("0xff, 0xfe, 0x41, 0", "01_threads.py"))
+    assert said == "01_threads.py is not text in UTF-8: save it as UTF-8, and open it again."
+    assert (
+        browser.evaluate(script % ("65, 13, 10, 66, 13, 67", "01_threads.py"))
+        == '{"01_threads.py":"A\\nB\\nC"}'
+    )
+    assert (
+        browser.evaluate(script % ("65", "notes.md")) == "{}"
+    )  # the page says which files it reads
+
+
+def test_a_page_that_the_back_button_shows_again_is_up_to_date(address, browser):
+    """It has heard nothing of what other pages have kept meanwhile, and would write its older text over theirs."""
+    page = Page(browser, address)
+    page.write(0, "mine = 1")
+    kept = "localStorage['xtrain/file/01_threads']"
+    browser.evaluate(f"{kept} = {kept}.replace('mine = 1', 'mine = 2')")
+    browser.evaluate("localStorage['xtrain/passed'] = JSON.stringify(['1.2'])")
+    browser.evaluate("dispatchEvent(new PageTransitionEvent('pageshow', {persisted: true}))")
+    assert page.text(0, ".cm-content") == "mine = 2"
+    assert browser.evaluate("document.querySelector('.count').textContent").startswith("1 of 3")
+    page.write(1, "other = 1")
+    assert browser.evaluate(f"{kept}.includes('mine = 2')")
+
+
+@only_slow  # Pyodide starts
+def test_without_a_network_one_sentence_says_what_to_do(address, browser, monkeypatch):
+    """The page stays usable: it tries again at the next press."""
+    page = Page(browser, address)
+    page.write(0, "print(6 * 7)")
+    for path in ("/browser/xtrain.zip", "/browser/worker.js", "/browser/pyodide/pyodide.asm.wasm"):
+        monkeypatch.setattr(Handler, "cut", path)
+        page.press(0, "Run")
+        said = page.output(0)
+        assert said.startswith("Python could not be loaded (") and "press the button again" in said
+    monkeypatch.setattr(Handler, "cut", "")
+    page.press(0, "Run")
+    assert page.output(0) == "42\n"
+
+
+RECURSION = """import('./browser/runtime.js').then(async ({ start }) => {
+  const runtime = await start(), end = "def learning_rate(*a, **k):\\n    return learning_rate(*a, **k)\\n";
+  const { passed, text } = await runtime.check("8.2", end, { file: "08_training", seed: 1 });
+  return [passed, text, (await (await start()).run("print(6 * 7)")).ok];
+})"""
+
+
+@only_slow  # Pyodide starts twice
+def test_recursion_without_an_end_is_named(address, browser):
+    """It overflows the stack of the browser before Python counts a thousand calls: Python is gone, and starts again."""
+    page = Page(browser, address)
+    passed, text, runs = browser.evaluate(RECURSION)
+    assert not passed and "RecursionError" in text
+    assert runs
+    page.write(0, "def f(n):\n    return f(n + 1)\n\n\nf(0)")
+    page.press(0, "Run")
+    assert "RecursionError" in page.output(0)

@@ -14,7 +14,10 @@ PROGRAM = next(
 
 
 class Browser:
-    """One tab. profile: an empty folder.  complaints: errors and warnings of the console, and requests to other places."""
+    """One tab. profile: an empty folder.
+
+    complaints: errors and warnings of the console, and requests to other places. dialogs: what was asked; the answer is yes.
+    """
 
     def __init__(self, profile):
         to_read, self.to_write = os.pipe()
@@ -31,6 +34,7 @@ class Browser:
         )  # fmt: skip
         os.close(to_read), os.close(to_say)
         self.number, self.rest, self.session, self.complaints, self.base = 0, b"", None, [], ""
+        self.dialogs = []
         end = time.monotonic() + 60
         while not (tabs := [t for t in self._targets() if t["type"] == "page"]):
             assert time.monotonic() < end, "Chromium opened no tab"
@@ -54,20 +58,27 @@ class Browser:
         message, self.rest = self.rest.split(b"\0", 1)
         return json.loads(message)
 
-    def call(self, method, **parameters):
-        """Send a command. -> its result"""
+    def _send(self, method, parameters):
         self.number += 1
         message = {"id": self.number, "method": method, "params": parameters}
         if self.session:
             message["sessionId"] = self.session
         os.write(self.to_write, json.dumps(message).encode() + b"\0")
-        while (got := self._receive()).get("id") != self.number:
+
+    def call(self, method, **parameters):
+        """Send a command. -> its result"""
+        self._send(method, parameters)
+        number = self.number
+        while (got := self._receive()).get("id") != number:
             self._notice(got.get("method"), got.get("params", {}))
         assert "error" not in got, got
         return got["result"]
 
     def _notice(self, method, about):
-        if method == "Log.entryAdded" and about["entry"]["level"] in ("error", "warning"):
+        if method == "Page.javascriptDialogOpening":  # whether to leave the page, for example
+            self.dialogs.append(about["message"] or about["type"])
+            self._send("Page.handleJavaScriptDialog", {"accept": True})
+        elif method == "Log.entryAdded" and about["entry"]["level"] in ("error", "warning"):
             self.complaints.append(about["entry"]["text"])
         elif method == "Runtime.exceptionThrown":
             self.complaints.append(about["exceptionDetails"]["exception"].get("description"))

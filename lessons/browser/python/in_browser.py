@@ -1,60 +1,50 @@
 """What worker.js calls: run a program, judge a reader's file. Results are JSON."""
 
+import contextlib
 import json
 import linecache
 import os
 import sys
 import time
 import traceback
-from collections import deque
+import warnings
 from pathlib import Path
+
+import numpy as np
 
 from xtrain.simulator import frontends
 
 frontends.load_all()  # from here on `from numba import cuda` finds the simulator's own
 
+from traced import LastLaunch  # noqa: E402
+
 from xtrain import lesson  # noqa: E402
 from xtrain.errors import UserError  # noqa: E402
-from xtrain.simulator import KernelError, Stepper, observe, simulate  # noqa: E402
+from xtrain.simulator import KernelError, observe, simulate  # noqa: E402
 
 WORK = Path("/my_lessons")
-PAGES = 8  # of the last launches of a program
 
 
-class Launches(Stepper):
-    """A recording of each launch, instead of the first one."""
-
-    def __init__(self, of=(0, 0, 0)):
-        super().__init__(of)
-        self.earlier: deque[Stepper] = deque(maxlen=PAGES - 1)
-
-    def begin(self, block):
-        earlier = self.earlier
-        launch = block.launch
-        if self.launch not in (None, launch) and launch.repeats is not self.launch:
-            done = Stepper()
-            vars(done).update(vars(self))
-            vars(self).update(vars(Stepper()))
-            earlier.append(done)
-        super().begin(block)  # which forgets everything if this is the launch in another order
-        self.earlier = earlier
-
-    def pages(self) -> list[dict]:
-        """Return the kernel, the error and the HTML of each."""
-        ran = [recording for recording in (*self.earlier, self) if recording.launch is not None]
-        return [
-            {
-                "kernel": recording.launch.name,
-                "error": str(recording.error or ""),
-                "html": recording.page(),
-            }
-            for recording in ran
-        ]
+@contextlib.contextmanager
+def alone():
+    """Undo, for the program that comes next, what one changes for all. Show what it has printed without an end of line."""
+    streams = sys.stdout, sys.stderr
+    most_calls = sys.getrecursionlimit()
+    try:
+        with np.errstate(), np.printoptions(), warnings.catch_warnings():
+            yield
+    finally:
+        sys.setrecursionlimit(most_calls)
+        sys.stdout, sys.stderr = streams
+        for stream in streams:
+            with contextlib.suppress(ValueError):  # the program has closed it
+                stream.flush()
 
 
+@alone()
 def run(code: str, file: str, options: str) -> str:
-    """Run a program with simulate(**options). Return {ok, error, pages, seconds}."""
-    recorded = Launches()
+    """Run a program with simulate(**options). Return {ok, error, page, seconds}. page: of its last launch, or ""."""
+    recorded = LastLaunch()
     begin = time.perf_counter()
     error = ""
     linecache.cache[file] = (len(code), None, code.splitlines(True), file)
@@ -70,8 +60,10 @@ def run(code: str, file: str, options: str) -> str:
     except BaseException as raised:
         error = _traceback(raised, file)
     seconds = time.perf_counter() - begin
-    done = {"ok": not error, "error": error, "pages": recorded.pages(), "seconds": seconds}
-    return json.dumps(done)
+    page = ""
+    if recorded.launch is not None:
+        page = recorded.page()
+    return json.dumps({"ok": not error, "error": error, "page": page, "seconds": seconds})
 
 
 def _traceback(error: BaseException, file: str) -> str:
@@ -82,8 +74,12 @@ def _traceback(error: BaseException, file: str) -> str:
     return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
 
 
+@alone()
 def check(number: str, text: str, stem: str, seed: int | None) -> str:
-    """Judge the exercise `number` in a file's text, as `xtrain lesson check` does. Return {passed, text, page}."""
+    """Judge the exercise `number` in a file's text, as `xtrain lesson check` does. Return {passed, text, page}.
+
+    passed: None if the file is not Python: there is no verdict.
+    """
     judges = lesson.load_checks("api")
     file = WORK / f"{stem}.py"
     file.write_text(text, encoding="utf-8")
@@ -92,7 +88,7 @@ def check(number: str, text: str, stem: str, seed: int | None) -> str:
     try:
         judges.read_attempt(file)
     except UserError as error:
-        return json.dumps({"passed": False, "text": str(error), "page": ""})
+        return json.dumps({"passed": None, "text": str(error), "page": ""})
     [exercise] = (e for e in judges._exercises_of(number.split(".")[0]) if e.number == number)
     said = judges.judge_file(exercise, file, text, seed=seed)
     html = page.read_text(encoding="utf-8") if page.exists() else ""
