@@ -19,6 +19,7 @@ from xtrain.reinforce import main, reinforce
 from xtrain.reinforcement import reinforce as module
 from xtrain.reinforcement.reinforce import ReinforceConfig, seed_of
 from xtrain.training import out_of_memory
+from xtrain.training.preemption import StopNow
 
 
 def letters(record, completions):
@@ -95,7 +96,7 @@ def test_a_kill_in_a_step_loses_that_step_and_no_bit(whole, folder, tmp_path):
     def killed(record, completions):
         calls.append(record["n"])
         if len(calls) == 7:  # 2 prompts a step and a validation of 1: in the third step
-            raise KeyboardInterrupt
+            raise StopNow
         return letters(record, completions)
 
     sys.modules["a_task"].reward = killed
