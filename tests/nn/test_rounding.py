@@ -1,17 +1,45 @@
-"""rounding.py: the error of a matrix against rounding each number alone; codes survive quantizing; a whole model."""
+"""rounding.py: the error of a matrix against rounding each number alone; codes survive quantizing; a whole model; the command."""
 
 import numpy as np
 import pytest
 import torch
 from checks import to_host
-from test_calibration import SHAPES, tokens, uneven_model
-from twins import twin
+from serving import make_folder
+from twins import random_model, small, twin
 
+from xtrain import UserError
+from xtrain import export as command
+from xtrain.data.tokenizer import Tokenizer
+from xtrain.evaluation.run import Options, evaluate
+from xtrain.export import main as export
 from xtrain.kernels.four_bits import GROUP, grid_of, nearest_on_grid
 from xtrain.kernels.quantize import dequantize, quantize
 from xtrain.nn import rounding
-from xtrain.nn.quantized import linear_weights
+from xtrain.nn.modules import Linear
+from xtrain.nn.quantized import linear_weights, quantize_weights
 from xtrain.nn.rounding import round_weights, rounded
+
+SHAPES = {
+    "grouped heads": small(head_dim=16),
+    "bias": small(head_dim=16, qk_norm=False, qkv_bias=True),
+}
+
+
+def uneven_model(config):
+    """Random, with a few large channels in front of each matrix."""
+    model = random_model(config, device="cpu")
+    random = np.random.default_rng(0)
+    for name, tensor in model.named_parameters():
+        if name.endswith("norm.weight"):
+            tensor.data = tensor.data * np.exp(random.standard_normal(tensor.shape)).astype("f")
+        if name.endswith(("up_proj.weight", "v_proj.weight")):
+            rows = np.exp(random.standard_normal((tensor.shape[0], 1)))
+            tensor.data = tensor.data * rows.astype("f")
+    return model
+
+
+def tokens(config, B=4, T=17):
+    return np.random.default_rng(1).integers(0, config.vocab_size, (B, T)).astype(np.int32)
 
 
 def problem(O=24, K=200, N=400):  # noqa: E741
@@ -210,3 +238,62 @@ def test_one_layer_at_a_time(monkeypatch):
     assert groups == [[layer] for layer in model.model.layers]
     ours, theirs = (np.square(to_host(m(ids).data) - exact).mean() for m in (model, alone))
     assert ours < 0.9 * theirs
+
+
+def test_a_replaced_module_is_left_as_it_is():
+    class Own(Linear):
+        pass
+
+    model = uneven_model(SHAPES["grouped heads"])
+    own = model.model.layers[0].mlp.down_proj
+    own.__class__ = Own
+    weights = own.weight.data.copy()
+    before = model.model.layers[0].mlp.gate_up.weight.data.copy()
+    round_weights(model, tokens(model.config), "nf4")
+    assert not np.array_equal(model.model.layers[0].mlp.gate_up.weight.data, before)
+    assert np.array_equal(own.weight.data, weights)
+
+
+def test_refused():
+    model = random_model(SHAPES["bias"], device="cpu")
+    model.arena.trainable = False
+    quantize_weights(model, "int8")
+    with pytest.raises(UserError, match="quantized already: calibrate before quantizing"):
+        round_weights(model, tokens(model.config), "int4")
+    assert len(linear_weights(model)) == 4 * model.config.n_layers
+
+
+def test_rows_are_spread_over_the_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "CALIBRATION_ROWS", 3)
+    folder = make_folder(tmp_path / "model", dim=64, hidden_dim=64)
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"x{i} = {i}\n" for i in range(60)), encoding="utf-8")
+    ids = tokenizer.encode(text.read_text())
+    rows = command.calibration_tokens(text, tokenizer, 8)
+    assert rows.shape == (3, 8) and rows[0].tolist() == ids[:8]
+    assert rows[2].tolist() == ids[: len(ids) // 8 * 8][-8:]
+
+
+def test_the_command(tmp_path, capsys):
+    folder = make_folder(tmp_path / "model", dim=64, hidden_dim=64)
+    text = tmp_path / "text.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 200, encoding="utf-8")
+    out = tmp_path / "out"
+    line = ["--model", str(folder), "--folder", str(out), "--calibrate", str(text)]
+    assert export([*line, "--weights", "int4"]) == 0
+    few = tmp_path / "few.txt"
+    few.write_text("x", encoding="utf-8")
+    assert export([*line[:-1], str(few)]) == 2
+    assert "--calibrate needs at least" in capsys.readouterr().err
+    found = []
+    for model, weights in ((folder, "full"), (out, "full"), (out, "int4")):
+        options = Options(
+            model=str(model), tasks=(str(text),), context=32, device="cpu", weights=weights
+        )
+        found.append(evaluate(options)[0].metrics["perplexity"].value)
+    assert found[0] == pytest.approx(found[1], rel=0.05)
+    # it has been rounded already, all but its head
+    assert found[1] == pytest.approx(found[2], rel=3e-3)
+    changed = [(d / "model.safetensors").read_bytes() for d in (folder, out)]
+    assert changed[0] != changed[1]

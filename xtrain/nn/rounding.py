@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 
 from ..device import Array, to_device, to_numpy
+from ..errors import UserError
 from ..kernels.cast import cast_fwd
 from ..kernels.four_bits import GROUP, grid_of, nearest_on_grid
 from ..kernels.gemm import matmul
@@ -156,9 +157,19 @@ def _observed(model: Transformer, layers: list[Block]) -> Iterator[list[_Observe
 def round_weights(model: Transformer, ids_BT: np.ndarray, kind: str) -> None:
     """Round the matrices of attentions and MLPs to values that codes of this kind have, in place.
 
+    Matrices of modules that `changed` has replaced stay as they are. Raises UserError for a
+    quantized model, and for a mixture of experts.
+
     ids: (B, T) tokens of a text like those that the model will see.
     kind: of four bits.
     """
+    if model.config.n_experts:
+        raise UserError(
+            "a mixture of experts cannot be quantized, so there is nothing to calibrate for: leave "
+            "out --calibrate"
+        )
+    if any(p.quantized is not None for _, p in model.storage()):
+        raise UserError("the model is quantized already: calibrate before quantizing")
     for layers in _in_turn(model.model.layers):
         with _observed(model, layers) as observed:
             for row in ids_BT:
