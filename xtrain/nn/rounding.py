@@ -246,7 +246,7 @@ def _range(w_OK: np.ndarray, squares_K: np.ndarray, kind: str) -> tuple[np.ndarr
     low = -high if kind == "nf4" else grouped(w_OK).min(2, initial=0)
     best = np.full_like(high, np.inf)
     factor = np.ones_like(high)
-    for f in np.float32(RANGES):
+    for f in RANGES:
         limited = np.clip(w_OK, spread(f * low), spread(f * high))
         codes = quantize(limited, kind)
         d = nearest_on_grid(limited, *grid_of(codes), kind) - w_OK
