@@ -425,7 +425,7 @@ lesson.figures.bars(bars, "% of perplexity")
 #
 # ## The library's kernel
 #
-# xtrain quantizes to int8 and fp8 with one scale per row, which needs no calibration and loses next to nothing ([lesson 29](29_quantized.ipynb)), and to int4 with groups of 128 and a zero point (`kernels/four_bits.py`; `nn/calibration.py` is AWQ). This is its reference for int8, your 41.2 with a group as long as the row:
+# xtrain quantizes to int8 and fp8 with one scale per row, which needs no calibration and loses next to nothing ([lesson 29](29_quantized.ipynb)), and to int4 with groups of 128 and a zero point (`kernels/four_bits.py`; `nn/rounding.py` is GPTQ). This is its reference for int8, your 41.2 with a group as long as the row:
 
 # %%
 from xtrain.kernels import quantize as library

@@ -26,9 +26,11 @@ from .formats.gguf_file import write
 from .formats.gguf_tensors import shown
 from .formats.huggingface import save, stored_dtype
 from .formats.saved_runs import model_folder
-from .nn.calibration import calibrate
 from .nn.model import Transformer
+from .nn.rounding import round_weights
 from .options import parse
+
+CALIBRATION_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,10 @@ class Options:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # with --merge and --folder: MODULE:FUNCTION, with which the model was changed
     change: str | None = None
-    # with --merge and --folder: a text like those that the model will see; columns of the matrices
-    # are scaled for it, so that --weights of the kind below loses less. The model computes the same
+    # with --merge and --folder: a text like those that the model will see; the matrices are rounded
+    # for it to values of the codes below, so that the model loses less with --weights of that kind
     calibrate: str = ""
-    weights: Literal["int8", "fp8", "int4", "nf4"] = "int4"  # with --calibrate
+    weights: Literal["int4", "nf4"] = "int4"  # with --calibrate
     # with --gguf, of the matrices: f32 is exact, f16 rounds to 11 bits, q8_0 to 8 bits with a scale
     # for every 32 values
     type: Literal["f32", "f16", "q8_0"] = "f16"
@@ -66,7 +68,7 @@ def write_folder(
     UserError.
 
     change: MODULE:FUNCTION, with which the model was changed.
-    calibration: a text file, and the kind of weights for which columns are scaled.
+    calibration: a text file, and the kind of codes to whose values the matrices are rounded.
     """
     base = base_folder(folder)
     if out.resolve() in (folder.resolve(), base.resolve()):
@@ -78,19 +80,22 @@ def write_folder(
     model = Transformer.from_pretrained(folder, device, trainable=False, change=change)
     if calibration is not None:
         text, kind = calibration
-        calibrate(model, calibration_tokens(Path(text), tokenizer, model.config.context), kind)
+        ids = calibration_tokens(Path(text), tokenizer, model.config.context)
+        round_weights(model, ids, kind)
     save(model, out, tokenizer, dtype=dtype)
     return dtype
 
 
 def calibration_tokens(path: Path, tokenizer: Tokenizer, context: int) -> np.ndarray:
-    """Return up to 16 x 512 tokens of a text, in rows of at most the context. Raises UserError."""
+    """Return up to 64 x 512 tokens of a text, in rows of at most the context that are spread over
+    it. Raises UserError."""
     ids = tokenizer.encode("".join(read_text(path)))
     T = min(512, context)
-    rows = min(16, len(ids) // T)
+    rows = len(ids) // T
     if rows == 0:
         raise UserError(f"{path} has {len(ids)} tokens: --calibrate needs at least {T}")
-    return np.array(ids[: rows * T], np.int32).reshape(rows, T)
+    chosen = np.linspace(0, rows - 1, min(CALIBRATION_ROWS, rows)).astype(int)
+    return np.array(ids[: rows * T], np.int32).reshape(rows, T)[chosen]
 
 
 @command("xtrain.export")

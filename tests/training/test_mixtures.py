@@ -11,8 +11,8 @@ from twins import random_model, small
 from xtrain import Engine, Transformer, UserError, family
 from xtrain.config import ModelConfig, TrainConfig, resolve
 from xtrain.formats.huggingface import shapes_of
-from xtrain.nn.calibration import calibrate
 from xtrain.nn.lora import AdaptedTransformer, Lora
+from xtrain.nn.rounding import round_weights
 from xtrain.training.flops import flops_per_token
 from xtrain.training.model_summary import describe, parameter_table
 
@@ -47,7 +47,7 @@ def test_options_of_the_shape():
 def test_what_experts_do_not_have_is_refused():
     model = Transformer(CONFIG, trainable=False)
     with pytest.raises(UserError, match="calibration is not supported for a mixture of experts"):
-        calibrate(model, np.zeros((1, 4), np.int32), "int4")
+        round_weights(model, np.zeros((1, 4), np.int32), "int4")
     with pytest.raises(
         UserError, match="fp8 is not supported for a mixture of experts: choose bf16"
     ):

@@ -29,7 +29,7 @@ squared error is less than 1 / GRID of that of 15, which no other weights reach.
 With a zero point, because weights of 128 columns are rarely symmetric enough: it costs 4 bits of
 128 x 4. Rounding SmolLM2-135M, perplexity rises by 32 % with it and by 63 % with codes -7 ... 7 and
 no zero point, in nf4 by 29 %. Narrower ranges, with the smallest squared error of a group, are worse
-than whole ones: 40 %. nn/calibration.py scales the columns first.
+than whole ones: 40 %. nn/rounding.py chooses ranges and codes by a text.
 
     by hand, int4   w = (-0.5, 0.27, 1)    s = 0.1    z = 5    c = (0, 8 (2.7 + 5), 15)
                     w' = (-0.5, 0.3, 1)

@@ -1,17 +1,23 @@
 """Round a matrix to codes of four bits one column after the other: GPTQ (Frantar et al. 2023).
 
-    y = x w^T       H = sum_n g_n x_n x_n^T   (K, K)       error of w': tr((w' - w) H (w' - w)^T)
+    y = x w^T       H = sum_n g_n x_n x_n^T   (K, K)       error of w': tr(d H d^T), d = w - w'
 
-The columns that are not rounded yet are moved so that they make up for the errors of those that are.
-With U the upper Cholesky factor of H^-1 (H^-1 = U^T U), and q_k the nearest value of column k's
-group,
+A column is not rounded to what is nearest to it, but makes up for the errors of those before it.
+With H = A D A^T, A upper triangular with ones on its diagonal, the nearest value of the group of
+column k to
 
-    e = (w_k - q_k) / U_kk       w_j = w_j - e U_kj   for the columns j > k
+    w_k + sum_j<k d_j A_jk        is w'_k, and the error is sum_k D_k |that sum - w'_k|^2
 
-Columns with a large H_kk come first, while most others can still move. Steps and zero points are
-those of the groups of w, and the largest and smallest weights of a group keep their codes. So the
-result is on the grid of its groups, and kernels/four_bits.py finds the same codes when it quantizes
-it.
+These are GPTQ's values, without H^-1 (LDLQ, Chee et al. 2023). Columns with a large H_kk come
+first, while most others can still make up for them. Then SWEEPS times each column is given the
+errors of all others, not only of those before it, which never increases the error:
+
+    w_k + sum_j!=k d_j H_jk / H_kk
+
+A group's range is that of its weights, times the one of RANGES with the smallest sum_k D_k d_k^2 of
+rounding alone: a slightly narrower one has smaller steps, and errors of few weights at its ends.
+These weights keep the first and the last code. So the result is on the grid of its groups, and
+kernels/four_bits.py finds the same codes when it quantizes it.
 
 g_n is the mean square of the loss's gradient by y_n: an error counts as much as it changes the loss
 (GuidedQuant, Kim et al. 2025). A model's first token often has inputs a thousand times as large as
@@ -23,7 +29,8 @@ once for as many layers at a time as MEMORY allows, and the inputs of later laye
 the rounded ones make.
 
     by hand   x = (1, 1) always, w = (0.4, 0.4), steps of 1: rounded alone both become 0, y is 0
-              instead of 0.8. Here the first becomes 0 and the second 0.8, which becomes 1
+              instead of 0.8. Here the first becomes 0, d_1 = 0.4, and the second the nearest to
+              0.4 + 0.4, 1
 """
 
 import contextlib
@@ -33,6 +40,7 @@ from typing import Any
 import numpy as np
 
 from ..device import Array, to_device, to_numpy
+from ..errors import UserError
 from ..kernels.cast import cast_fwd
 from ..kernels.four_bits import GROUP, grid_of, nearest_on_grid
 from ..kernels.gemm import matmul
@@ -45,7 +53,9 @@ from .modules import Linear
 from .tensor import Tensor
 
 DAMPING = 0.01  # of the mean of H's diagonal, added to it
-BLOCK = 128  # columns, after which the others are moved at once
+SWEEPS = 2  # after the first pass
+RANGES = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the weights of a group
+BLOCK = 128  # columns, whose errors the later ones learn of at once
 MEMORY = 4 * 2**30  # bytes of all H at the same time
 FLOAT32 = np.dtype(np.float32)
 
@@ -147,9 +157,19 @@ def _observed(model: Transformer, layers: list[Block]) -> Iterator[list[_Observe
 def round_weights(model: Transformer, ids_BT: np.ndarray, kind: str) -> None:
     """Round the matrices of attentions and MLPs to values that codes of this kind have, in place.
 
+    Matrices of modules that `changed` has replaced stay as they are. Raises UserError for a
+    quantized model, and for a mixture of experts.
+
     ids: (B, T) tokens of a text like those that the model will see.
     kind: of four bits.
     """
+    if model.config.n_experts:
+        raise UserError(
+            "calibration is not supported for a mixture of experts: leave out --calibrate, --weights "
+            "then rounds its matrices as they are"
+        )
+    if any(p.quantized is not None for _, p in model.storage()):
+        raise UserError("the model is quantized already: calibrate before quantizing")
     for layers in _in_turn(model.model.layers):
         with _observed(model, layers) as observed:
             for row in ids_BT:
@@ -173,44 +193,64 @@ def _round(seen: _Observed, kind: str, device: str) -> None:
 
 def rounded(w_OK: np.ndarray, h_KK: np.ndarray, kind: str) -> np.ndarray:
     """Return w (O, K) float32 rounded to codes of this kind, with a small error tr(d H d^T)."""
-    step_OK, zero_OK = grid_of(quantize(w_OK, kind))
-    ends_OK = _ends(w_OK, kind)
-    kept_OK = nearest_on_grid(w_OK, step_OK, zero_OK, kind)
     order = np.argsort(-np.diag(h_KK), kind="stable")
-    upper = _factor(h_KK[np.ix_(order, order)])
-    w = w_OK[:, order].copy()
-    step, zero, ends, kept = (x[:, order] for x in (step_OK, zero_OK, ends_OK, kept_OK))
-    result = np.empty_like(w)
-    K = w.shape[1]
-    for first in range(0, K, BLOCK):
-        last = min(first + BLOCK, K)
-        errors = np.empty((len(w), last - first), np.float32)
-        for k in range(first, last):
-            nearest = nearest_on_grid(w[:, k], step[:, k], zero[:, k], kind)
-            result[:, k] = np.where(ends[:, k], kept[:, k], nearest)
-            errors[:, k - first] = (w[:, k] - result[:, k]) / upper[k, k]
-            w[:, k:last] -= np.outer(errors[:, k - first], upper[k, k:last])
-        w[:, last:] -= errors @ upper[first:last, last:]
-    return np.ascontiguousarray(result[:, np.argsort(order)])
+    h = _damped(h_KK[np.ix_(order, order)])
+    a_KK, squares_K = _factors(h)
+    jacobi = (h / np.diag(h)).astype(np.float32)
+    np.fill_diagonal(jacobi, 0)
+    low_OK, high_OK = _range(w_OK, squares_K[np.argsort(order)], kind)
+    grid = grid_of(quantize(np.clip(w_OK, low_OK, high_OK), kind))
+    arrays = (w_OK, low_OK, high_OK, *grid)
+    w, low, high, step, zero = (np.ascontiguousarray(x[:, order].T) for x in arrays)
+    limited = np.clip(w, low, high)
+    ends = (limited == low) | (limited == high)
+    d = np.zeros_like(w)
+    for matrix in (a_KK, *[jacobi] * SWEEPS):
+        for first in range(0, len(w), BLOCK):
+            block = slice(first, min(first + BLOCK, len(w)))
+            aims = w[block] + matrix[:, block].T @ d
+            before = d[block].copy()
+            for k in range(first, block.stop):
+                row = k - first
+                aim = aims[row] + matrix[first:k, k] @ (d[first:k] - before[:row])
+                aim = np.where(ends[k], limited[k], aim)
+                d[k] = w[k] - nearest_on_grid(aim, step[k], zero[k], kind)
+    return np.ascontiguousarray((w - d)[np.argsort(order)].T)
 
 
-def _ends(w_OK: np.ndarray, kind: str) -> np.ndarray:
-    """Return where w is the largest or the smallest of its group, in nf4 by its size: (O, K)."""
-    O, K = w_OK.shape  # noqa: E741
-    size = GROUP[kind]
-    w = np.pad(w_OK, ((0, 0), (0, -K % size))).reshape(O, -1, size)
-    if kind == "nf4":
-        w = abs(w)
-    ends = w == w.max(2, keepdims=True)
-    if kind == "int4":
-        ends |= w == w.min(2, keepdims=True)
-    return ends.reshape(O, -1)[:, :K]
+def _factors(h_KK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return A without its diagonal of ones, and the diagonal of D, of H = A D A^T, float32."""
+    upper = np.linalg.cholesky(h_KK[::-1, ::-1])[::-1, ::-1]  # H = upper upper^T
+    diagonal = np.diag(upper)
+    a_KK = (upper / diagonal).astype(np.float32)
+    np.fill_diagonal(a_KK, 0)
+    return a_KK, (diagonal**2).astype(np.float32)
 
 
-def _factor(h_KK: np.ndarray) -> np.ndarray:
-    """Return the upper Cholesky factor of the inverse of H, damped, float32."""
+def _damped(h_KK: np.ndarray) -> np.ndarray:
+    """Return H, float64, with a larger diagonal: it can be factored, and is less one text's."""
     h = h_KK.astype(np.float64)
     diagonal = np.diag(h)
     mean = diagonal.mean() or 1.0  # without any input all columns are alike
-    h += np.diag(np.where(diagonal > 0, 0, mean) + DAMPING * mean)
-    return np.linalg.cholesky(np.linalg.inv(h)).T.astype(np.float32)
+    return h + np.diag(np.where(diagonal > 0, 0, mean) + DAMPING * mean)
+
+
+def _range(w_OK: np.ndarray, squares_K: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the least and the largest value of each weight's group, (O, K) each: those of its
+    weights and 0, times the one of RANGES with the smallest error sum_k squares_k d_k^2."""
+    O, K = w_OK.shape  # noqa: E741
+    size = GROUP[kind]
+    grouped = lambda x: np.pad(x, ((0, 0), (0, -K % size))).reshape(O, -1, size)
+    spread = lambda x: np.repeat(x, size, axis=1)[:, :K]
+    high = grouped(abs(w_OK) if kind == "nf4" else w_OK).max(2, initial=0)
+    low = -high if kind == "nf4" else grouped(w_OK).min(2, initial=0)
+    best = np.full_like(high, np.inf)
+    factor = np.ones_like(high)
+    for f in RANGES:
+        limited = np.clip(w_OK, spread(f * low), spread(f * high))
+        codes = quantize(limited, kind)
+        d = nearest_on_grid(limited, *grid_of(codes), kind) - w_OK
+        error = grouped(d**2 * squares_K).sum(2)
+        factor = np.where(error < best, f, factor)
+        best = np.minimum(best, error)
+    return spread(low * factor), spread(high * factor)
