@@ -76,6 +76,12 @@ def use(monkeypatch):
     return switch
 
 
+@pytest.fixture(scope="module")
+def right():
+    """-> the results that the kernels without bugs have computed well"""
+    return set()
+
+
 NAMES = ("y", "dx", "dw", "dw added")
 
 
@@ -248,7 +254,7 @@ def test_codes_have_the_bits_of_what_they_stand_for(
     use, monkeypatch, version, kind, buffer, routing
 ):
     """A matrix at a time, two, or all: other experts' rows stay, padding and unused tiles are zeros."""
-    if not (GPU or SLOW) and routing != FIRST:
+    if not GPU and routing != FIRST and (not SLOW or (version, kind) == ("hopper", "fp8")):
         pytest.skip("slow: XTRAIN_SLOW=1")  # in the simulator one routing is enough each time
     dtype = use(version)
     order, found, wanted = coded_products(version, dtype, routing, kind, buffer, monkeypatch)
@@ -271,7 +277,7 @@ def test_codes_have_the_bits_of_what_they_stand_for(
         (hopper, "make_consumer", "steps > 0 or (not ADDED and e != OTHER)", "not ADDED or steps > 0"),
     ],
 )  # fmt: skip
-def test_planted_bugs_of_codes(use, monkeypatch, module, name, old, new):
+def test_planted_bugs_of_codes(use, right, monkeypatch, module, name, old, new):
     version = "hopper" if module is hopper else "tiled"
     dtype = use(version)
     monkeypatch.setattr(file, "BUFFER", 1)  # also in the changed copy of a function
@@ -282,7 +288,9 @@ def test_planted_bugs_of_codes(use, monkeypatch, module, name, old, new):
         _, found, wanted = coded_products(version, dtype, routing, "int8", 1, monkeypatch)
         assert all(same_bytes(to_host(a), to_host(b)) for a, b in zip(found, wanted))
 
-    check()
+    if (version, routing) not in right:
+        check()
+        right.add((version, routing))
     modules = [module, mma] if module is tiled else [module, file]
     with with_planted_bug(modules, name, old, new), pytest.raises((KernelError, AssertionError)):
         check()
@@ -339,7 +347,7 @@ BUGS = {
 
 @planted_bugs
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs(use, bug):
+def test_planted_bugs(use, right, bug):
     name, old, new, expected, result = BUGS[bug]
     order, x, w, dy, old_dw = case(FIRST, 72, 24 if result != "dx" else 72, use("hopper"))
     arrays = double(x, w, dy, old_dw)
@@ -355,4 +363,6 @@ def test_planted_bugs(use, bug):
         else:
             with pytest.raises(expected):
                 error()
-    assert error() < 1e-2
+    if result not in right:  # without a bug once for each result
+        assert error() < 1e-2
+        right.add(result)

@@ -160,6 +160,12 @@ def access_of(kind: str, half: bool) -> Access:
     return Access(kind, columns=CHUNK, blocks=1, words=4 if half else 8, run=CHUNK, gap=0)
 
 
+def in_flight(access: Access, matrices: int) -> int:
+    """Return how many accesses to each of so many matrices a lane begins before the first is
+    used."""
+    return WORDS // (matrices * access.words)
+
+
 class Matrices(NamedTuple):
     """The matrices of all experts. All arrays are flat."""
 
@@ -261,7 +267,7 @@ def make_gate_up_kernel(C, F, K, half, overlap, kind=""):
     BLOCKS = access.blocks
     CODES = kind != ""
     COLUMNS = access.row(C)
-    IN_FLIGHT = min(WORDS // (2 * access.words), -(-COLUMNS // WIDTH))
+    IN_FLIGHT = min(in_flight(access, 2), -(-COLUMNS // WIDTH))
     KIND = uint16 if half else float32
     ALL = -(-COLUMNS // (IN_FLIGHT * WIDTH)) * (IN_FLIGHT * WIDTH)
     STAGED = ALL // WIDTH * access.staged
