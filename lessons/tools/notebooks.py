@@ -11,6 +11,7 @@ A cell tagged "solution" is folded in Jupyter and on Colab. Cells are numbered, 
 """
 
 import argparse
+import html
 import json
 import os
 import re
@@ -23,6 +24,7 @@ SECONDS = 120  # time limit of one cell
 SHOWS = re.compile(  # a cell that only shows sources and docstrings
     r"(((from|import) .+)?\n)*(((lesson\.)?source\(.+\)|print\(\S+\.__doc__.*\))\n?)+"
 )
+STEPPER = "id=&quot;to-error&quot;"  # of a button that every embedded page of stepper.html has
 PLACEHOLDER = "OWNER/xtrain"  # the name of a repository that is not published yet
 SETTING = re.compile(r"(?<=^  repository: )[\w.-]+/[\w.-]+", re.M)  # in mkdocs.yml
 CLONED = re.compile(r"(?<=git clone -q --depth 1 https://github\.com/)[\w.-]+/[\w.-]+(?= xtrain)")
@@ -139,11 +141,17 @@ def old_source(path: Path, root: Path = LESSONS.parent) -> str | None:
         for p in [*root.glob("xtrain/**/*.py"), *root.glob("lessons/checks/*.py")]
     )
     whole = _dense(text)
+    stepper = root / "xtrain/simulator/stepper.html"
     for cell in json.loads(path.with_suffix(".ipynb").read_text(encoding="utf-8"))["cells"]:
         code = "".join(cell["source"]).strip()
         if cell["cell_type"] != "code" or not code:
             continue
         shown = "".join(x for o in cell["outputs"] for x in o.get("text", []))
+        pages = "".join(x for o in cell["outputs"] for x in o.get("data", {}).get("text/html", []))
+        if STEPPER in pages:
+            for line in stepper.read_text(encoding="utf-8").splitlines():
+                if line not in html.unescape(pages) and not re.search("TITLE|DATA", line):
+                    return f"{path.stem}.ipynb holds an outdated stepper, without: {line.strip()}"
         sources = re.split(r"^# \S+\.py$", shown, flags=re.MULTILINE)[1:]
         only = SHOWS.fullmatch(code)
         if only:

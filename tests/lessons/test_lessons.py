@@ -1,6 +1,7 @@
 """Every lesson: a gap gets a helpful answer, the solution passes, each typical mistake gets its own answer. And the tools."""
 
 import errno
+import html
 import importlib.util
 import inspect
 import itertools
@@ -577,6 +578,21 @@ def test_a_notebook_that_shows_old_code_is_noticed(tmp_path):
     assert find() == "01_squares.ipynb shows an outdated version of: def square_ref(x):"
     notebook.write_text(json.dumps({"cells": [loop]}))
     assert find() == "01_squares.ipynb shows an outdated version of: def square_ref(x):"
+
+
+def test_a_notebook_with_an_old_stepper_is_noticed(tmp_path):
+    page = tmp_path / "xtrain" / "simulator" / "stepper.html"
+    page.parent.mkdir(parents=True)
+    page.write_text('<title>TITLE</title>\n<button id="to-error">\n')
+    shown = html.escape(page.read_text().replace("TITLE", "square"))
+    output = {"name": "display_data", "data": {"text/html": [f'<iframe srcdoc="{shown}">']}}
+    cell = {"cell_type": "code", "source": "lesson.show(square)", "outputs": [output]}
+    notebook = tmp_path / "01_squares.ipynb"
+    notebook.write_text(json.dumps({"cells": [cell]}))
+    find = lambda: notebooks.old_source(notebook.with_suffix(".py"), tmp_path)
+    assert find() is None
+    page.write_text(page.read_text() + "<button>\n")
+    assert find() == "01_squares.ipynb holds an outdated stepper, without: <button>"
 
 
 def test_one_command_names_a_fork(tmp_path):
