@@ -25,6 +25,7 @@ import numpy as np
 from ..errors import UserError
 from ..files import digest
 from ..json_files import listed, parse_json, reading
+from .gguf_tensors import file_of
 from .tensor_file import read_header
 
 MANIFEST = "manifest.json"
@@ -33,6 +34,7 @@ BLOCK = 1 << 24  # bytes read at once
 # of sampled_digest: bytes of a sample, and of how many a file has at least, if it is large enough
 SAMPLE = 1 << 12
 SAMPLES = 256
+CONFIGS = ("config.json", "adapter_config.json")
 WEIGHT_FILES = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -72,17 +74,23 @@ def unlisted(folder: Path) -> list[str]:
 def sampled_digest(folder: Path) -> str:
     """Return a digest of the weights of a model by samples, which tell two models apart, but not a
     damaged one from a good one. Raises UserError."""
-    digest = hashlib.blake2b(digest_size=16)
+    sampled = hashlib.blake2b(digest_size=16)
     with reading(folder):
-        for path in sorted(folder.iterdir()):
-            if WEIGHT_FILES.fullmatch(path.name) or path.name == "config.json":
-                size = path.stat().st_size
-                digest.update(f"{path.name} {size} ".encode())
-                with open(path, "rb") as file:
-                    for at in range(0, size, max(SAMPLE, size // SAMPLES)):
-                        file.seek(at)
-                        digest.update(file.read(SAMPLE))
-    return digest.hexdigest()
+        paths = [
+            path
+            for path in sorted(folder.iterdir())
+            if WEIGHT_FILES.fullmatch(path.name) or path.name in CONFIGS
+        ]
+        if gguf := file_of(folder):
+            paths.append(gguf)
+        for path in paths:
+            size = path.stat().st_size
+            sampled.update(f"{path.name} {size} ".encode())
+            with open(path, "rb") as file:
+                for at in range(0, size, max(SAMPLE, size // SAMPLES)):
+                    file.seek(at)
+                    sampled.update(file.read(SAMPLE))
+    return sampled.hexdigest()
 
 
 def tensor_checksum(values: np.ndarray) -> int:
