@@ -25,11 +25,11 @@ globalThis.codeField = (() => {
 
   // The text as one element for each line.
   function painted(text) {
-    const lines = [document.createElement("div")];
     if (text.length > MOST_COLOURED)
       return text
         .split("\n")
         .map((line) => Object.assign(document.createElement("div"), { textContent: line }));
+    const lines = [document.createElement("div")];
     for (const [token] of text.matchAll(TOKEN))
       token.split("\n").forEach((part, i) => {
         if (i) lines.push(document.createElement("div"));

@@ -24,8 +24,10 @@ function writer() {
   return (bytes) => {
     const room = MOST_OUTPUT - printed.length;
     if (room >= 0) printed.waiting += decoder.decode(bytes.subarray(0, room), { stream: true });
-    if (room >= 0 && bytes.length > room)
+    if (room >= 0 && bytes.length > room) {
+      decoder.decode(); // forget the first part of a character that was cut, or the next run would begin with it
       printed.waiting += "\n(The rest of the output is not shown.)\n";
+    }
     printed.length += bytes.length;
     if (printed.messages < AT_ONCE || performance.now() - printed.sent > 100) sendOutput();
     return bytes.length;

@@ -509,6 +509,13 @@ def test_what_a_program_leaves_behind_does_not_reach_the_next(address, browser):
     page.press(0, "Run")
     assert page.output(0) == "[inf]\n"
 
+    page.write(0, "print('字' * 70_000)")  # its output is cut in the middle of a character
+    page.press(0, "Run")
+    assert page.output(0).endswith("(The rest of the output is not shown.)\n")
+    page.write(0, "print('next')")
+    page.press(0, "Run")
+    assert page.output(0) == "next\n"
+
     page.write(0, "while True:\n    print('x', end='')")
     page.press(0, "Run")
     browser.wait(f"{page.text_of(0, '.output')}.includes('The rest of the output')", 60)
