@@ -149,8 +149,9 @@ def old_source(path: Path, root: Path = LESSONS.parent) -> str | None:
         shown = "".join(x for o in cell["outputs"] for x in o.get("text", []))
         pages = "".join(x for o in cell["outputs"] for x in o.get("data", {}).get("text/html", []))
         if STEPPER in pages:
+            pages = html.unescape(pages)
             for line in stepper.read_text(encoding="utf-8").splitlines():
-                if line not in html.unescape(pages) and not re.search("TITLE|DATA", line):
+                if line not in pages and not re.search("TITLE|DATA", line):
                     return f"{path.stem}.ipynb holds an outdated stepper, without: {line.strip()}"
         sources = re.split(r"^# \S+\.py$", shown, flags=re.MULTILINE)[1:]
         only = SHOWS.fullmatch(code)
