@@ -103,8 +103,8 @@ def main() -> None:
             "device": device,
         }
         append(line)
-        for label, found in (("rounded", rounded), ("calibrated", calibrated)):
-            rise = ", ".join(f"{100 * (x / y - 1):+.1f} %" for x, y in zip(found, full))
+        for label, perplexities in (("rounded", rounded), ("calibrated", calibrated)):
+            rise = ", ".join(f"{100 * (x / y - 1):+.1f} %" for x, y in zip(perplexities, full))
             print(f"{kind}, {bits} bits, {label}: {rise}", flush=True)
 
 

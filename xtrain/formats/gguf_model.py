@@ -48,7 +48,7 @@ CLASSES = {
     "gemma3": "Gemma3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
-RULES = 2  # by which folders are made: a larger number makes those in the cache anew
+RULES = 2  # version of how folders are made: a new number replaces those in the cache
 LAYERS_27B = 62  # by which llama.cpp knows Gemma 3 27B, whose scores have another scale
 ROPE_FACTORS = "rope_freqs.weight"
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # key -> the values that change nothing; others are refused

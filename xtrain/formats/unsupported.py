@@ -1,4 +1,4 @@
-"""Why classes of transformers that a reader may expect are refused: what they have and xtrain lacks."""
+"""Classes of transformers that a reader may expect, and what they have that xtrain lacks."""
 
 REASONS = {
     "GptOssForCausalLM": "attention with sinks, experts with biases and a clamped SwiGLU",

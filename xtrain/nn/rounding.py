@@ -165,8 +165,8 @@ def round_weights(model: Transformer, ids_BT: np.ndarray, kind: str) -> None:
     """
     if model.config.n_experts:
         raise UserError(
-            "calibration is not supported for a mixture of experts: leave out --calibrate, --weights "
-            "then rounds its matrices as they are"
+            "calibration is not supported for a mixture of experts: leave out --calibrate, and "
+            "--weights rounds its matrices as they are"
         )
     if any(p.quantized is not None for _, p in model.storage()):
         raise UserError("the model is quantized already: calibrate before quantizing")

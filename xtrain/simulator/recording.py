@@ -449,8 +449,8 @@ def _keyed(events):
 
 
 def _key(event, turns):
-    """Return a key, ordered as in a run of one thread. The last number counts events that are otherwise the
-    same."""
+    """Return a key, ordered as in a run of one thread. The last number counts events that are
+    otherwise the same."""
     iterations = tuple((first, n) for (_, first), n in turns)
     at = event.site.column, event.how, event.array
     return iterations, tuple(line for _, line in event.path), at, 0

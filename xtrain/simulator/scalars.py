@@ -81,7 +81,7 @@ def _arithmetic(op):
 
 
 def _shift(op):
-    """Return the left operand determines the type."""
+    """Return a shift and its reflected form. The left operand determines the type."""
 
     def forward(self, other):
         if type(other) is Unset:
