@@ -26,11 +26,12 @@ from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.finetune import finetune, main
 from xtrain.formats.texts import load_texts, texts_of
+from xtrain.nn.lora import AdaptedTransformer, Lora
 from xtrain.reinforcement.prompts import read_prompts
 from xtrain.training import out_of_memory
 from xtrain.training.single_process import SingleProcess
 from xtrain.tuning.examples import Example, read_examples
-from xtrain.tuning.finetune import FinetuneConfig, prepare
+from xtrain.tuning.finetune import FinetuneConfig, prepare, read_teacher
 from xtrain.tuning.rows import packed, rows_of
 from xtrain.tuning.templates import NAMED, template_source, with_default_template
 
@@ -655,3 +656,14 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path, folder):
     data = write_lines(tmp_path / "d.jsonl", *[{"text": "x + 1"}] * 4)
     with pytest.raises(UserError, match="has another tokenizer than the model"):
         finetune(config_of(folder, tmp_path, data, teacher=str(tmp_path / "teacher")), SILENT)
+
+
+def test_a_teacher_of_adapters_has_the_tokenizer_of_its_model(tmp_path, folder, tokenizer):
+    model = AdaptedTransformer(Transformer.from_pretrained(folder, "cpu").config, trainable=False)
+    model.adapt(Lora(2, 4.0, ("q_proj",), str(folder)))
+    model.save_pretrained(tmp_path / "teacher")
+    config = FinetuneConfig(
+        init=str(folder), precision="fp32", seq_len=8, teacher=str(tmp_path / "teacher")
+    )
+    assert not (tmp_path / "teacher/tokenizer.json").exists()
+    assert read_teacher(config, model, tokenizer).config.vocab_size == model.config.vocab_size

@@ -17,11 +17,12 @@ from ..data.sources import from_standard_input
 from ..data.tokenizer import Tokenizer
 from ..device import Array, cache_folder, to_numpy
 from ..errors import UserError
-from ..formats.adapters import base_folder, check_writable, is_adapter
+from ..formats.adapters import base_folder, check_writable, is_adapter, source_of
 from ..formats.gguf_tensors import file_of
 from ..formats.huggingface import as_ids, read_config
 from ..formats.manifest import tensor_checksum
 from ..formats.saved_runs import folders, model_folder
+from ..formats.texts import TOKENIZER
 from ..kernels.decoding.logprobs import MAX_TOP
 from ..kernels.fp8 import TILE
 from ..nn.autograd import Tensor, no_grad
@@ -402,8 +403,8 @@ def read_teacher(config: Any, model: Transformer, tokenizer: Tokenizer) -> Trans
     trained."""
     folder = model_folder(Path(config.teacher), say)
     teacher = Transformer.from_pretrained(folder, model.device, config.precision, trainable=False)
-    same = Tokenizer.load(folder).sha256 == tokenizer.sha256
-    if not same or teacher.config.vocab_size != model.config.vocab_size:
+    own = Tokenizer.load(source_of(folder, TOKENIZER), base_folder(folder))
+    if own.sha256 != tokenizer.sha256 or teacher.config.vocab_size != model.config.vocab_size:
         raise UserError(
             f"--teacher {config.teacher} has another tokenizer than the model: choose a teacher "
             "with the same one"
