@@ -112,7 +112,7 @@ class _Optimizer(torch.optim.Optimizer):
 
         Raises TypeError for a dtype other than float32 and bf16, and for a sparse gradient.
         """
-        found = []
+        with_gradient = []
         for p in params:
             if p.grad is None:
                 continue
@@ -124,8 +124,8 @@ class _Optimizer(torch.optim.Optimizer):
                 raise TypeError(
                     f"{self.name}: a gradient is sparse: make the embedding sparse=False"
                 )
-            found.append(p)
-        return found
+            with_gradient.append(p)
+        return with_gradient
 
     def tensors(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
         """Return parameters, float32 weights, gradients and moments, for the ops: of a parameter
