@@ -346,7 +346,7 @@ def test_bad_documents():
     run = lambda *numbers, **options: xt.attention(
         q, q, q, cu_seqlens=torch.tensor(numbers), **options
     )
-    order = r"^attention: cu_seqlens must begin with 0, not decrease, and end with 6$"
+    order = r"^attention: cu_seqlens must begin with 0, not decrease, and not exceed 6$"
     for numbers in ((2, 4, 6), (0, 4, 2, 6), (0, 3, 9)):
         with pytest.raises(ValueError, match=order):
             run(*numbers)

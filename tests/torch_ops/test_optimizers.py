@@ -188,13 +188,16 @@ def test_mistakes():
         TypeError, match=r"^AdamW: a parameter is torch.float16, expected float32 or bf"
     ):
         train(xt.AdamW(half), half)
-    params = parameters("cpu")
-    with pytest.raises(
-        ValueError, match=r"^AdamW: the state holds step, exp_avg, exp_avg_sq, expected m, v: anoth"
+    params = parameters("cpu", shapes=[(6, 9)])
+    for saves, loads, words in (
+        (torch.optim.AdamW, xt.AdamW, "AdamW: the state holds step, exp_avg, exp_avg_sq, expected"),
+        (xt.Muon, xt.AdamW, "AdamW: the state holds m, expected step, m, v: another optimizer"),
+        (xt.AdamW, xt.Muon, "Muon: the state holds step, m, v, expected m: another optimizer"),
     ):
-        other = torch.optim.AdamW(params)
+        other = saves(params)
         train(other, params)
-        xt.AdamW(params).load_state_dict(other.state_dict())
+        with pytest.raises(ValueError, match=f"^{words}"):
+            loads(params).load_state_dict(other.state_dict())
     for options in (dict(lr=-1.0), dict(eps=-1.0), dict(weight_decay=-1.0)):
         with pytest.raises(ValueError, match=r"^AdamW: \w+ is -1.0, below 0$"):
             xt.AdamW(params, **options)

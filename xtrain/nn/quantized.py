@@ -6,7 +6,7 @@ bits.
 kernels/quantize.py and kernels/four_bits.py explain the codes. A quantized matrix is another storage
 of the same Parameter: the forward does not change, and where it multiplies by the parameter, the
 product takes the codes.
-What is no such matrix stays as it is:
+Everything else stays as it is:
 
     embedding    rows are looked up, not multiplied, and few bytes of it are read
     head         the same matrix in a model with tied embeddings. Elsewhere it is 6 % of a 1.1 B

@@ -87,8 +87,8 @@ def attention(
     scale: of the scores; None: 1 / sqrt(D).
     window: a query sees this many keys at most, itself among them; 0: all. Causal only.
     cu_seqlens: (n + 1,) integers, where the documents of the only row begin, and its end: B = 1.
-    starts: (B, T) int32, where in the row the document of each token begins; T = S. Of both, whose
-        values are checked on the CPU only, give one.
+    starts: (B, T) int32, where in the row the document of each token begins; T = S. Give one of the
+        two; the values of both are checked on the CPU only.
     Memory grows with T, not with T^2; the same input gives the same bits. Under autocast q, k and v
     are converted.
     """
@@ -127,7 +127,7 @@ def starts_of(cu_seqlens: Tensor, q: Tensor) -> Tensor:
         ends = cu_seqlens.tolist()
         check(
             ends[0] == 0 and ends == sorted(ends) and ends[-1] <= T,
-            f"attention: cu_seqlens must begin with 0, not decrease, and end with {T}",
+            f"attention: cu_seqlens must begin with 0, not decrease, and not exceed {T}",
         )
     positions = torch.arange(T, device=q.device)
     document = torch.searchsorted(cu_seqlens.to(q.device, torch.int64), positions, right=True) - 1

@@ -56,25 +56,25 @@ def apply(model: nn.Module, attention: bool = True, loss: bool = True) -> nn.Mod
     if hasattr(root, _ATTENTION):
         raise UserError("this model has xtrain's kernels already: call revert(model) first")
     replaced = _replacements(prefix)
-    known = [
+    forwards = [
         (module, replaced[type(module).__name__])
         for module in root.modules()
         if type(module).__name__ in replaced and f".{family}." in type(module).__module__
     ]
-    if not known:
+    if not forwards:
         raise UserError(
             f"apply does not know the modules of {type(root).__name__}, which are not those of "
             f"transformers.models.{family}: load the model without trust_remote_code"
         )
     if loss and type(root).forward is _forward_of(type(root), f"{prefix}ForCausalLM"):
-        known.append((root, _causal_lm_forward))
-    for module, _ in known:
+        forwards.append((root, _causal_lm_forward))
+    for module, _ in forwards:
         if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
             raise UserError(
                 f"the forward of {type(module).__name__} is not its own any more: call apply before "
                 "Accelerator.prepare, before a Trainer is made, and without another library's kernels"
             )
-    for module, new in known:
+    for module, new in forwards:
         _replace(module, new)
     setattr(root, _ATTENTION, root.config._attn_implementation)
     if attention:

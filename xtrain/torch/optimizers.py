@@ -72,6 +72,7 @@ class _Optimizer(torch.optim.Optimizer):
     """What both have in common: options, the state of a parameter, a group's tensors as lists."""
 
     moments: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()  # numbers in the state of a parameter
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters. Raises ValueError for one that cannot be updated."""
@@ -111,7 +112,7 @@ class _Optimizer(torch.optim.Optimizer):
 
         Raises TypeError for a dtype other than float32 and bf16, and for a sparse gradient.
         """
-        found = []
+        with_gradient = []
         for p in params:
             if p.grad is None:
                 continue
@@ -123,8 +124,8 @@ class _Optimizer(torch.optim.Optimizer):
                 raise TypeError(
                     f"{self.name}: a gradient is sparse: make the embedding sparse=False"
                 )
-            found.append(p)
-        return found
+            with_gradient.append(p)
+        return with_gradient
 
     def tensors(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
         """Return parameters, float32 weights, gradients and moments, for the ops: of a parameter
@@ -144,11 +145,12 @@ class _Optimizer(torch.optim.Optimizer):
         Raises ValueError for the state of another optimizer.
         """
         saved = state_dict["state"]
+        names = (*self.counts, *self.moments)
         for values in saved.values():
             check(
-                set(self.moments) <= set(values),
-                f"{self.name}: the state holds {', '.join(values)}, expected "
-                f"{', '.join(self.moments)}: another optimizer has saved it",
+                set(values) - {"weight"} == set(names),
+                f"{self.name}: the state holds {', '.join(values)}, expected {', '.join(names)}: "
+                "another optimizer has saved it",
             )
         super().load_state_dict(state_dict)
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -182,6 +184,7 @@ class AdamW(_Optimizer):
     """
 
     moments = ("m", "v")
+    counts = ("step",)
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ from torch.nn import Parameter
 from .arrays import NoMemory, flattened, run_launcher
 from .launches import Repeatable, aligned
 
-_libraries: dict[str, torch.library.Library] = {}  # of each op, which exists as long as it
+_libraries: dict[str, torch.library.Library] = {}  # by op, which exists as long as its Library
 
 
 def register_op(
@@ -174,10 +174,14 @@ _direct: dict[Any, _Direct] = {}
 
 def _kinds(schema_type: str) -> frozenset:
     """Return the types of values that `call` takes for an argument of this type of the schema."""
-    known = {"Tensor": (Tensor, Parameter), "float": (float, int), "int": (int,)}
-    known["bool"] = (bool,)
-    found = known.get(schema_type.removeprefix("Optional[").removesuffix("]"), ())
-    return frozenset((*found, type(None)) if schema_type.startswith("Optional[") else found)
+    types_of = {
+        "Tensor": (Tensor, Parameter),
+        "float": (float, int),
+        "int": (int,),
+        "bool": (bool,),
+    }
+    types = types_of.get(schema_type.removeprefix("Optional[").removesuffix("]"), ())
+    return frozenset((*types, type(None)) if schema_type.startswith("Optional[") else types)
 
 
 def _check_tangents(op, arguments):

@@ -77,7 +77,7 @@ RESIDENT = 4  # blocks of a multiprocessor: 64 registers, and 32 warps whose loa
 CHUNK = 8  # elements of a lane; C and F are multiples of it, and so of WARPS
 WIDE = 32 * CHUNK  # elements of a warp at a time
 WORDS = 32  # registers of a thread for elements that are in flight
-MOST_COLUMNS = 8192  # of x: 32 KB of float32 in shared memory
+MOST_COLUMNS = 8192  # of x: float32 in shared memory takes 32 KB, 45 KB with gaps
 MOST_ROWS = 8  # with more, experts are shared often enough for a grouped product
 # Of codes a grouped product needs a dequantized copy: it moves 5 bytes and more for each that is
 # read here.
