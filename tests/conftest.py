@@ -131,6 +131,8 @@ def pytest_collection_finish():
 
 
 def pytest_xdist_auto_num_workers(config):
-    """`-n auto` in setup.cfg: the suite and the inner loop on all cores (at most 8: they share a GPU), other parts in one."""
-    part = config.option.keyword or config.option.markexpr or config.args_source.name == "ARGS"
+    """`-n auto` in setup.cfg: the suite (also without a mark) and the inner loop on all cores (at most 8: they share a GPU),
+    other parts in one."""
+    marks = config.option.markexpr and not config.option.markexpr.startswith("not ")
+    part = config.option.keyword or marks or config.args_source.name == "ARGS"
     return 0 if part and not is_inner_loop(config) else min(8, os.cpu_count() or 1)
