@@ -26,6 +26,7 @@ from xtrain.nn.model import Transformer
 from xtrain.parallel.ddp import STAGES, buckets
 from xtrain.run_options import DP_STAGES
 from xtrain.train import train
+from xtrain.training.run_folder import _check_same
 from xtrain.training.single_process import SINGLE_PROCESS
 
 HERE = Path(__file__).parent
@@ -455,6 +456,21 @@ def test_ranks_agree_on_the_order_although_backward_reaches_nothing_on_one():
         journal.then.clear()
         sync.backward(types.SimpleNamespace(backward=lambda: None), True)
     assert asked == [1]
+
+
+@pytest.mark.parametrize(
+    "seen, sentence",
+    [
+        (("a", "a", "b"), "rank 2 sees another x: give y"),
+        (("a", "b", None), "rank 2 does not see x: give y"),
+        ((None, "a", "a"), "rank 0 does not see x: give y"),
+        ((None, None), None),
+    ],
+)
+def test_a_rank_that_sees_another_folder_is_named(seen, sentence):
+    expected = pytest.raises(UserError, match=f"^{sentence}$")
+    with expected if sentence else contextlib.nullcontext():
+        _check_same(Path("x"), None, "y", types.SimpleNamespace(gather=lambda _: list(seen)))
 
 
 def test_the_names_of_the_stages():
