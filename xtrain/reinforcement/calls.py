@@ -172,6 +172,10 @@ def contained(limits: Limits) -> Iterator[None]:
     try:
         with time_limit(limits):
             yield
+    except SystemExit as stop:
+        if os.getpid() != process:  # the status that the function's own wait expects
+            os._exit(stop.code if isinstance(stop.code, int) else stop.code is not None)
+        raise
     finally:
         if os.getpid() != process:
             os._exit(1)
