@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from xtrain.nn.model import Transformer
 from xtrain.parallel.ddp import STAGES, buckets
 from xtrain.run_options import DP_STAGES
 from xtrain.train import train
+from xtrain.training.run_folder import _check_same
 from xtrain.training.single_process import SINGLE_PROCESS
 
 HERE = Path(__file__).parent
@@ -424,6 +426,51 @@ def test_a_parameter_used_more_often_than_before_is_noticed():
     journal.then.clear()
     with pytest.raises(RuntimeError, match="more often than in the first step"):
         sync.backward(model.loss(ids, ids) + model.loss(ids, ids), True)
+
+
+def test_a_parameter_that_the_first_step_did_not_use_is_sent_at_the_end():
+    config = ModelConfig(vocab_size=61, dim=24, n_layers=2, n_heads=3, head_dim=8, max_seq_len=16)
+    model = Transformer(config, 0, "cpu")
+    mlp = model.model.layers[1].mlp
+    journal = Journal(model.arena.grads)
+    sync = STAGES["overlap"](model, journal, [], False)
+    ids = np.zeros((1, 8), np.int32)
+    for call in (lambda x: x * 1.0, mlp, mlp):
+        model.model.layers[1].mlp = call
+        journal.then.clear()
+        model.zero_grad()
+        sync.backward(model.loss(ids, ids), True)
+        assert sorted(journal.then) == sorted(sync.slices)
+    for (a, b), sent in journal.then.items():
+        assert np.array_equal(sent, model.arena.grads[a:b]), "sent before it was complete"
+
+
+def test_ranks_agree_on_the_order_although_backward_reaches_nothing_on_one():
+    """Rank 0 decides it once, also for a rank that counted nothing."""
+    model = Transformer(ModelConfig(vocab_size=61, dim=24, n_layers=1, n_heads=3, head_dim=8), 0, "cpu")  # fmt: skip
+    asked = []
+    journal = Journal(model.arena.grads)
+    journal.ranks = types.SimpleNamespace(on_rank_0=lambda work: asked.append(1) or work())
+    sync = STAGES["overlap"](model, journal, [], False)
+    for _ in range(2):
+        journal.then.clear()
+        sync.backward(types.SimpleNamespace(backward=lambda: None), True)
+    assert asked == [1]
+
+
+@pytest.mark.parametrize(
+    "seen, sentence",
+    [
+        (("a", "a", "b"), "rank 2 sees another x: give y"),
+        (("a", "b", None), "rank 2 does not see x: give y"),
+        ((None, "a", "a"), "rank 0 does not see x: give y"),
+        ((None, None), None),
+    ],
+)
+def test_a_rank_that_sees_another_folder_is_named(seen, sentence):
+    expected = pytest.raises(UserError, match=f"^{sentence}$")
+    with expected if sentence else contextlib.nullcontext():
+        _check_same(Path("x"), None, "y", types.SimpleNamespace(gather=lambda _: list(seen)))
 
 
 def test_the_names_of_the_stages():

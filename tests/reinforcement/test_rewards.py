@@ -268,6 +268,19 @@ def test_a_call_stays_in_its_folder_and_process(task, tmp_path):
     assert rewards("a") == [1.0] and os.getcwd() == before
 
 
+@needs_signals
+@pytest.mark.parametrize("code, status", [(0, 0), (None, 0), (3, 3), ("no", 1)])
+def test_a_process_that_a_call_has_started_keeps_its_exit_status(task, code, status):
+    def in_a_child(*_):
+        child = os.fork()
+        if not child:
+            sys.exit(code)
+        return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))]
+
+    task.reward = in_a_child
+    assert rewards("a") == [status]
+
+
 def test_a_function_cannot_change_the_conversation(task):
     prompt = prompt_of(1, chat=True)
     task.reward = lambda prompts, **more: [prompts[0][0].update(content="changed") or 1.0]

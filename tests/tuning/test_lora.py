@@ -24,7 +24,7 @@ from xtrain.serving.adapters import add_adapters
 from xtrain.serving.engine import Engine
 from xtrain.serving.pretrained import load as load_for_serving
 from xtrain.training.memory_plan import OUTSIDE, plan
-from xtrain.tuning.finetune import FinetuneConfig
+from xtrain.tuning.finetune import FinetuneConfig, check_further
 
 SHAPE = dict(vocab_size=300, max_seq_len=64, tie_embeddings=True)
 SOME = ("q_proj", "v_proj", "down_proj", "up_proj")
@@ -445,6 +445,15 @@ def test_adapters_are_trained_further(tmp_path, folder, data, capsys):
     ):
         assert main([*again, *more]) == 2
         assert f"holds adapters with another {more[0]}: leave the option" in capsys.readouterr().err
+
+
+def test_names_of_adapters_that_are_trained_further_have_no_order(tmp_path, monkeypatch):
+    there = Lora(4, 8.0, ("q_proj", "v_proj"), modules_to_save=("embed_tokens", "norm"))
+    monkeypatch.setattr(Lora, "read", lambda folder: there)
+    same = replace(there, targets=("v_proj", "q_proj"), modules_to_save=("norm", "embed_tokens"))
+    check_further(tmp_path, same)
+    with pytest.raises(UserError, match="another --lora-modules-to-save: leave the option out"):
+        check_further(tmp_path, replace(there, modules_to_save=("norm",)))
 
 
 def test_a_model_is_written_in_the_dtype_of_the_base_or_another(tmp_path, folder, capsys):

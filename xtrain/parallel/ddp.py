@@ -87,7 +87,7 @@ class Overlap(NoSync):
 
     When is a gradient complete? A parameter may be used several times (a tied embedding is), so the
     first backward counts how often each gradient is added to; from the second on, a gradient is
-    complete at that count.
+    complete at that count, or, of a parameter that the first one did not reach, at the end.
 
     All ranks start the slices in the order in which the first backward of rank 0 completed them,
     because collectives are matched by their order. A slice that is complete earlier waits: on a
@@ -97,9 +97,9 @@ class Overlap(NoSync):
     def __init__(self, model, collectives, slices, zero):
         super().__init__(model, collectives, slices, zero)
         self.choose_slices()
-        # parameter -> additions to its gradient in one backward; empty before the first one
+        # parameter -> additions to its gradient in the first backward
         self.uses: Counter[Parameter] = Counter()
-        self.order = list(range(len(self.slices)))
+        self.order: list[int] = []  # of the slices; empty before the first backward
         self.slices_of: dict[Parameter, list[int]] = {}
         for _, p in model.storage():
             overlapping = [a < p.offset + p.size and p.offset < b for a, b in self.slices]
@@ -114,10 +114,10 @@ class Overlap(NoSync):
     def backward(self, loss, last):
         # parameter -> additions so far; the order of the keys is that of the last ones
         self.seen: Counter[Parameter] = Counter()
-        self.waiting = deque(self.order)  # slices to start
+        self.waiting = deque(self.order or range(len(self.slices)))  # slices to start
         # slice -> its parameters that are not complete
         self.incomplete = Counter(i for slices in self.slices_of.values() for i in slices)
-        self.sending = last and bool(self.uses)
+        self.sending = last and bool(self.order)
         self.additions_left = 0
         if self.sending:
             self.additions_left = sum(self.uses.values())
@@ -128,7 +128,7 @@ class Overlap(NoSync):
             for i in self.waiting:
                 self.start(*self.slices[i], idle=True)
             self.collectives.join()
-            if not self.uses:
+            if not self.order:  # on all ranks, also where backward reached nothing
                 self.uses = self.seen
                 self.order = self.collectives.ranks.on_rank_0(self.order_of_completion)
 
@@ -138,18 +138,17 @@ class Overlap(NoSync):
         at = {i: k for k, p in enumerate(self.seen) for i in self.slices_of[p]}
         missing = self.slices_of.keys() - self.seen.keys()
         unreached = {i for p in missing for i in self.slices_of[p]}
-        return sorted(self.order, key=lambda i: (i in unreached, at.get(i, 0)))
+        return sorted(range(len(self.slices)), key=lambda i: (i in unreached, at.get(i, 0)))
 
     def added(self, p: Parameter) -> None:
         """Autograd calls this after every addition to p's gradient."""
         self.seen[p] = self.seen.pop(p, 0) + 1
-        if not self.sending:
+        if not self.sending or p not in self.uses:
             return
         if self.seen[p] > self.uses[p]:
             raise RuntimeError(
                 f"a parameter of shape {p.shape} is used more often than in the first step, after "
-                "its gradient was sent: "
-                "use --dp flat"
+                "its gradient was sent: use --dp flat"
             )
         self.additions_left -= 1
         if self.seen[p] == self.uses[p]:

@@ -2,9 +2,10 @@
 time limit, and what is said when one fails.
 
 A call is interrupted by a signal (SIGALRM), which also reaches a regular expression that backtracks
-without end, a sleep and a wait for another process; code in C that checks no signals is not
-interrupted. Without that signal (Windows), and elsewhere than on the main thread, there is no
-limit. A function that sets an alarm replaces it.
+without end, a sleep and a wait for another process. Not interrupted are code in C that checks no
+signals, and a function that catches every exception in a call of another one that does so, too.
+Without that signal (Windows), and elsewhere than on the main thread, there is no limit. A function
+that sets an alarm replaces it.
 
 Threads and processes that a call has started may never end: then they end with the program
 (cli.py). A call cannot move the program to another folder, nor leave behind a copy of it (os.fork).
@@ -172,6 +173,10 @@ def contained(limits: Limits) -> Iterator[None]:
     try:
         with time_limit(limits):
             yield
+    except SystemExit as stop:
+        if os.getpid() != process:  # the status that the function's own wait expects
+            os._exit(stop.code if isinstance(stop.code, int) else stop.code is not None)
+        raise
     finally:
         if os.getpid() != process:
             os._exit(1)

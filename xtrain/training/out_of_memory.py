@@ -148,9 +148,8 @@ def _on_cpu(c: Any, model: ModelConfig, planned: dict[str, int], ranks: SinglePr
         saved = sum(planned.get(name, 0) for name in ("weights", *MOMENTS))
         copies = {"copies for a checkpoint": saved // ranks.world}  # rank 0 makes all of them
     kept = {}
-    if (
-        0 < c.save_every < min(c.steps, c.stop_at or c.steps)
-    ):  # one is written during the next steps
+    # a checkpoint is written during the next steps
+    if 0 < c.save_every < min(c.steps, c.stop_at or c.steps):
         kept = copies
     at_one_time = [in_passes | kept, state | copies]
     if c.optimizer == "adamw" and shards == 1:  # a shard of a slice is small

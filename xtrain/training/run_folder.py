@@ -137,11 +137,13 @@ def check_same_model(path: Path, ranks: SingleProcess) -> None:
 
 def _check_same(path: Path, seen: Any, needed: str, ranks: SingleProcess) -> None:
     """Raise UserError, on every rank, unless all have seen the same there. None: it is not there."""
-    first, *others = ranks.gather(seen)
-    for rank, other in enumerate(others, 1):
-        if other != first:
-            sees = "does not see" if other is None else "sees another"
-            raise UserError(f"rank {rank} {sees} {path}: give {needed}")
+    all_seen = ranks.gather(seen)
+    others = [rank for rank, other in enumerate(all_seen) if other != all_seen[0]]
+    if not others:
+        return
+    if None in all_seen:
+        raise UserError(f"rank {all_seen.index(None)} does not see {path}: give {needed}")
+    raise UserError(f"rank {others[0]} sees another {path}: give {needed}")
 
 
 def refuse_another_model(options: RunOptions, folder: RunFolder) -> None:

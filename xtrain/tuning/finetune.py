@@ -499,7 +499,10 @@ def check_further(adapters: Path, lora: Lora) -> None:
     for name in ("targets", "rank_pattern", "dora", "bias", "modules_to_save"):
         before = getattr(there, name)
         now = getattr(lora, name)
-        if before != now and not (name == "targets" and set(before) == set(now)):
+        if isinstance(before, tuple):  # their order does not matter
+            before = set(before)
+            now = set(now)
+        if before != now:
             option = f"--lora-{name.replace('_', '-')}"
             raise UserError(
                 f"{adapters} holds adapters with another {option}: leave the option out to train "
