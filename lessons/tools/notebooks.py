@@ -153,7 +153,7 @@ def old_source(path: Path, root: Path = LESSONS.parent) -> str | None:
             for line in stepper.read_text(encoding="utf-8").splitlines():
                 if line not in pages and not re.search("TITLE|DATA", line):
                     return f"{path.stem}.ipynb holds an outdated stepper, without: {line.strip()}"
-        sources = re.split(r"^# \S+\.py$", shown, flags=re.MULTILINE)[1:]
+        _, *parts = re.split(r"^# (\S+\.py)$", shown, flags=re.MULTILINE)
         only = SHOWS.fullmatch(code)
         if only:
             for line in shown.splitlines():
@@ -161,9 +161,13 @@ def old_source(path: Path, root: Path = LESSONS.parent) -> str | None:
                     return f"{path.stem}.ipynb shows code that the library no longer has: {line}"
         elif not code.splitlines()[-1].strip().startswith("lesson.source("):
             continue
-        for source in sources:
-            if _dense(source) not in whole:
-                return f"{path.stem}.ipynb shows an outdated version of: {_dense(source).splitlines()[0]}"
+        for name, source in zip(parts[::2], parts[1::2]):
+            dense = _dense(source)
+            if dense not in whole:
+                return f"{path.stem}.ipynb shows an outdated version of: {dense.splitlines()[0]}"
+            file = root / name
+            if not file.is_file() or dense not in _dense(file.read_text(encoding="utf-8")):
+                return f"{path.stem}.ipynb shows code of {name}, which another file has now"
     return None
 
 

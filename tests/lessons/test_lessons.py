@@ -578,6 +578,12 @@ def test_a_notebook_that_shows_old_code_is_noticed(tmp_path):
     assert find() == "01_squares.ipynb shows an outdated version of: def square_ref(x):"
     notebook.write_text(json.dumps({"cells": [loop]}))
     assert find() == "01_squares.ipynb shows an outdated version of: def square_ref(x):"
+    library.write_text(library.read_text().replace("    x = +x\n", ""))
+    library.rename(library.with_name("powers.py"))
+    assert (
+        find()
+        == "01_squares.ipynb shows code of xtrain/kernels/square.py, which another file has now"
+    )
 
 
 def test_a_notebook_with_an_old_stepper_is_noticed(tmp_path):
