@@ -641,7 +641,7 @@ def test_a_file_that_is_not_text_changes_nothing(address, browser):
 
 
 def test_a_page_that_the_back_button_shows_again_is_up_to_date(address, browser):
-    """It has heard nothing of what other pages have kept meanwhile, and would write its older text over theirs."""
+    """It has not seen what other pages saved since it was left, and would overwrite it with its older text."""
     page = Page(browser, address)
     page.write(0, "mine = 1")
     kept = "localStorage['xtrain/file/01_threads']"

@@ -346,10 +346,8 @@ def test_a_double_click_runs_a_program_once(reader):
         "import sys, time\nsys.runs = getattr(sys, 'runs', 0) + 1\ntime.sleep(1)\nprint(sys.runs)"
     )
     replace_all(browser, count)
-    for n in (
-        1,
-        2,
-    ):  # while Python loads, and when it is there: another Python would count from 1 again
+    # while Python loads, and when it is loaded: another Python would count from 1 again
+    for n in (1, 2):
         reader.click("[data-do=run]", times=10)
         assert "run to its end" in reader.ran()
         assert browser.evaluate("document.querySelector('.stage-out').textContent") == f"{n}\n"

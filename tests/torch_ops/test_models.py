@@ -411,7 +411,7 @@ def test_divided_head():
 
 
 class Derived(hf.LlamaForCausalLM):
-    """A model of one's own that changes nothing."""
+    """A user's model class that changes nothing."""
 
 
 class Special(hf.LlamaForCausalLM):

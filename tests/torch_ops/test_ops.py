@@ -386,7 +386,7 @@ def test_registering_one_s_own_op():
         xt.register_op("test_ops::nameless(Tensor x) -> Tensor", lambda x: x, fake=sum)
     with pytest.raises(ValueError, match=r"keywords only: leave out the \*$"):
         xt.register_op("test_ops::words(Tensor x, *, int n) -> Tensor y", lambda x: x, fake=sum)
-    with pytest.raises(TypeError, match="is no op of register_op: call it as torch does"):
+    with pytest.raises(TypeError, match="is not an op of register_op: call it as torch does"):
         xt.call(torch.ops.aten.sin.default, x)
     with pytest.raises(ValueError, match="backward of test_ops::twice: z is neither"):
         xt.register_op(

@@ -136,7 +136,7 @@ def test_loaded_for_parameters_of_another_dtype(kind):
 
 
 def test_divided_by_fsdp2():
-    """AdamW updates this rank's part and keeps state that can be divided anew; Muon refuses."""
+    """AdamW updates this rank's part and keeps state that can be divided again; Muon refuses."""
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -107,7 +107,7 @@ MIXTURE = replace(SMALL, n_experts=3, experts_per_token=2, expert_hidden_dim=40)
 
 @pytest.mark.parametrize("config", [SMALL, MIXTURE])
 def test_a_frozen_model_in_codes(config):
-    """The codes replace the matrices in the plan, to the byte; a product has a dequantized copy of its own."""
+    """The codes replace the matrices in the plan, to the byte; each product has its own dequantized copy."""
     matrices = linear_weights(Transformer(config, trainable=False))
     codes = {}
     plans = {}

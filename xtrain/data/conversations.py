@@ -416,7 +416,7 @@ def _message(record: Record, number: int, message: Any) -> tuple[Message, int | 
 
 def _content(record: Record, name: str, content: Any) -> Any:
     """Return parts of text as one text, and anything else as it is. Raises UserError for an image
-    or another part that is no text."""
+    or another part that is not text."""
     if not isinstance(content, list):
         return content
     text = ""

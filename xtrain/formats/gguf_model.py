@@ -583,7 +583,7 @@ def _tokenizer_config(file: _File) -> dict[str, Any]:
 
 
 def _templates(file: _File) -> dict[str, str]:
-    """Return the files of the chat templates. Raises UserError for a name that is no word."""
+    """Return the files of the chat templates. Raises UserError for a name that is not a word."""
     key = "tokenizer.chat_template"
     templates = {}
     for name in file.fields:

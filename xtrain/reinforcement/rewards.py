@@ -154,7 +154,7 @@ class Task(UserFunction):
         if isinstance(found, CallError):
             return found
         try:
-            if isinstance(found, (str, bytes, dict, set, frozenset)):  # "101" is no list of rewards
+            if isinstance(found, (str, bytes, dict, set, frozenset)):  # "101" is not a list
                 raise TypeError
             found = list(found)
             if any(isinstance(x, (str, bytes)) for x in found):

@@ -215,7 +215,7 @@ class Muon(_Optimizer):
     """Muon (Jordan et al. 2024) for matrices of float32 or bf16; kernels/muon.py.
 
     An update has about the size of AdamW's, so one learning rate serves both. Give embeddings, the
-    head and vectors to AdamW. Raises ValueError for a parameter that is no matrix, or of which
+    head and vectors to AdamW. Raises ValueError for a parameter that is not a matrix, or of which
     FSDP2 has given this rank a part only.
     """
 
@@ -232,7 +232,7 @@ class Muon(_Optimizer):
         super().__init__(params, options)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError if an option is out of range, or a parameter is no whole matrix."""
+        """Raise ValueError if an option is out of range, or a parameter is not a whole matrix."""
         super().check_group(group)
         for p in group["params"]:
             check(

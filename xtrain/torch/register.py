@@ -130,7 +130,7 @@ def call(op: Any, *arguments: Any) -> Any:
     """
     direct = _direct.get(op)
     if direct is None:
-        raise TypeError(f"call: {op} is no op of register_op: call it as torch does")
+        raise TypeError(f"call: {op} is not an op of register_op: call it as torch does")
     if forward_ad._current_level >= 0:
         _check_tangents(op, arguments)
     if (
