@@ -66,10 +66,15 @@ def to_kernel(array):
     return device.to_device(np.asarray(array, order="C"), "gpu") if GPU else simulator.sim(array)
 
 
-def on_kernel(w):
-    """A copy of a quantized matrix on the device of the kernels."""
-    arrays = {name: to_kernel(a) for name, a in vars(w).items() if isinstance(a, np.ndarray)}
+def on_kernel(w, move=to_kernel):
+    """A copy of a quantized matrix on the device of the kernels, or where `move` puts an array."""
+    arrays = {name: move(a) for name, a in vars(w).items() if isinstance(a, np.ndarray)}
     return dataclasses.replace(w, **arrays)
+
+
+def on_sim(w):
+    """A copy of a quantized matrix in the simulator, also where there is a GPU."""
+    return on_kernel(w, simulator.sim)
 
 
 def to_host(array) -> np.ndarray:

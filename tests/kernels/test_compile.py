@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import primitive_examples
 import pytest
-from checks import on_kernel
+from checks import on_sim
 from offline import (
     CARDS,
     CARDS_BF16,
@@ -200,7 +200,7 @@ def launch_codes_of_experts(new):
     expert_order.experts_between(tokens, 1, 2)
     counts = sim(np.ones(2, np.int32))
     for kind in KINDS:
-        codes = lambda rows, K: on_kernel(quantize(np.ones((rows, K), new(1).dtype), kind))  # noqa: B023
+        codes = lambda rows, K: on_sim(quantize(np.ones((rows, K), new(1).dtype), kind))  # noqa: B023
         for C, F in ((2048, 768), (16, 14336)):
             matrices = codes(2 * F, C), codes(C, F)
             expert_gemv.expert_gemv(new(2, C), f32(2, 2), experts, *matrices, weights_ready=True)

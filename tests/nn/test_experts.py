@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from checks import normal, on_kernel, rng, same_bytes
+from checks import normal, on_sim, rng, same_bytes
 
 from xtrain import ModelConfig, Transformer
 from xtrain.kernels.cross_entropy import count_targets
@@ -213,7 +213,7 @@ def test_few_rows_read_the_codes_of_their_experts(kind):
     mixture.arena = mixture.make_arena("sim", 0)
     for matrix in (mixture.gate_up, mixture.down):
         codes = quantize(np.asarray(matrix.data), kind)
-        matrix.quantized = on_kernel(codes)
+        matrix.quantized = on_sim(codes)
     rows = lambda N: Tensor(sim(normal(1, N, 16)))
     dequantizing = {"dequantize_four_kernel" if kind in FOUR_BITS else "dequantize_kernel"}
     with inference():

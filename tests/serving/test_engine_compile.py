@@ -8,7 +8,7 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import on_kernel
+from checks import on_sim
 from offline import (
     CARDS,
     CARDS_BF16,
@@ -147,7 +147,7 @@ def multiply_chains(full):
 
 def codes(kind, dtype, rows, K):
     if kind not in CODES:
-        return on_kernel(quantize(np.ones((rows, K), dtype), kind))
+        return on_sim(quantize(np.ones((rows, K), dtype), kind))
     ones = sim(np.ones((rows, K), CODES[kind])), sim(np.ones(rows, np.float32))
     return Quantized(*ones, np.dtype(dtype))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cached import Cached
-from checks import on_kernel, pairwise, to_host
+from checks import on_sim, pairwise, to_host
 from evaluating import results
 from flash_attention_cases import small_tiles
 from observed import Observed, check
@@ -204,7 +204,7 @@ def test_logits_in_the_simulator(kind, precision, most, experts, monkeypatch):
                 dict(linear_weights(model))[name].data, kind
             )  # the kernel for it is slow here
             if device != "cpu":
-                codes = on_kernel(codes)
+                codes = on_sim(codes)
             tensor.quantized = replace(codes, dtype=tensor.dtype)
         served.arena = arena_of(served.arena.parameters, served.arena.kind)
         cached = Cached(served, 2, 16)

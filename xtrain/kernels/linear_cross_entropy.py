@@ -103,6 +103,7 @@ def linear_cross_entropy(
     want_gradient = want_dx or want_dw
     per_row = getattr(inv_count_1, "shape", None) == (N,)
     logits_RP = empty(x_NC, (min(step, N), P))
+    d_RP = logits_RP
     for first in range(0, N, max(step, 1)):
         part = slice(first, min(first + step, N))
         x_RC = x_NC[part]
@@ -122,5 +123,6 @@ def linear_cross_entropy(
         if dw_PC is not None:
             matmul(dw_PC, d_RP, x_RC, trans_a=True, accumulate=first > 0)
     if dw_PC is not None and dw_dtype is not None:
+        del logits_RP, d_RP  # their memory is free for the result
         dw_PC = cast_fwd(dw_PC, dw_dtype)
     return loss_N, dx_NC, dw_PC

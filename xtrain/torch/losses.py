@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import cross_entropy as _cross_entropy
+from ..kernels import elementwise as _elementwise
 from ..kernels import linear_cross_entropy as _linear_cross_entropy
 from ..kernels import softmax as _softmax
 from ..kernels.runtime.launch import check, empty, empty_like
@@ -17,7 +18,8 @@ from .register import call, register_op
 def _linear_forward(x, weight, targets, inv_count, want_dx, want_dweight, rows):
     if inv_count is None:
         inv_count = _cross_entropy.count_targets(targets)
-    sizes = (weight.shape[0], inv_count, want_dx, want_dweight, rows or None)
+    rows = rows or max(_linear_cross_entropy.ROWS, x.shape[1])
+    sizes = (weight.shape[0], inv_count, want_dx, want_dweight, rows)
     loss_N, dx, dweight = _linear_cross_entropy.linear_cross_entropy(
         x, weight, targets, *sizes, dw_dtype=weight.dtype
     )
@@ -29,10 +31,21 @@ def _linear_forward(x, weight, targets, inv_count, want_dx, want_dweight, rows):
     return loss, dx, dweight
 
 
+_scale_into_op = register_op(
+    "xtrain::scale_into(Tensor(a!) x, Tensor factor) -> ()",
+    _elementwise.scale_into,
+)
+
+
 def _multiply(gradient, factor):
     """Multiply in place, because it is large; torch.compile, which traces with a subclass, decides
-    itself."""
-    return gradient.mul_(factor) if type(gradient) is Tensor else gradient * factor
+    itself. On a GPU the factor 1 costs nothing."""
+    if type(gradient) is not Tensor:
+        return gradient * factor
+    if not gradient.is_cuda:
+        return gradient.mul_(factor)
+    _scale_into_op(gradient, factor.float())
+    return gradient
 
 
 def _linear_backward(dloss, x_gradient, weight_gradient):
@@ -66,7 +79,8 @@ def linear_cross_entropy(
     x: (..., C), weight: (V, C), both float32 or both bf16; under autocast they are converted.
     targets: (...) integers below V; those that are -100 do not count.
     count: the loss is the sum over the targets divided by it; None: by the number of targets.
-    rows: logits that exist at a time; 0: 2048.
+    rows: rows of logits that exist at a time; 0: 2048, or C if that is more, with which they take
+    half the memory of the sums of a gradient of weight.
     The forward computes the gradients, too, and backward multiplies them by the gradient of the
     loss, in place: a second backward through the same loss raises an error.
     A target outside the vocabulary raises ValueError on the CPU; on a GPU the loss is NaN.

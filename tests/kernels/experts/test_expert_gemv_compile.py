@@ -6,7 +6,7 @@ test_compile.py compiles them for all cards, and checks that they compute in flo
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import on_kernel
+from checks import on_sim
 from offline import check_registers, compiled, nvvm, signatures
 
 from xtrain.kernels.experts.expert_gemv import BLOCK, RESIDENT, expert_gemv
@@ -23,7 +23,7 @@ def launch(name, kind, dtype):
     matrices = [new(1, 2 * F, C), new(1, C, F)]
     if kind != "full":
         w = [np.asarray(m[0]) for m in matrices]
-        matrices = [on_kernel(quantize(m, kind)) for m in w]
+        matrices = [on_sim(quantize(m, kind)) for m in w]
     weights = sim(np.ones((2, K), np.float32))
     experts = sim(np.zeros((2, K), np.int32))
     expert_gemv(new(2, C), weights, experts, *matrices, weights_ready=True)
