@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import functools
 import json
 import os
 import re
@@ -351,7 +352,12 @@ def on_a_disk(kind, patch):
 @pytest.fixture
 def replaced(tmp_path):
     """-> a folder with a model of two layers, in shards, and files of the user; work that replaces it by one of one layer."""
-    folder, before, after = tmp_path / "here" / "model", random_model(small()), random_model(small(n_layers=1), 2)  # fmt: skip
+    on_cpu = functools.partial(random_model, device="cpu")  # a process that is forked has no GPU
+    folder, before, after = (
+        tmp_path / "here" / "model",
+        on_cpu(small()),
+        on_cpu(small(n_layers=1), 2),
+    )
     save(before, folder, max_shard_bytes=40_000)
     (folder / "README.md").write_text("mine")
     (folder / "runs" / "deep").mkdir(parents=True)
@@ -433,7 +439,7 @@ def test_a_rename_that_cannot_be_undone(replaced, monkeypatch):
 
 
 def test_a_new_folder_that_is_killed_is_absent(tmp_path, monkeypatch):
-    model, n = random_model(small()), 0
+    model, n = random_model(small(), device="cpu"), 0  # a process that is forked has no GPU
     folder = tmp_path / "here" / "model"
     folder.parent.mkdir()
     while killed_at(folder.parent, n := n + 1, lambda: save(model, folder), monkeypatch):

@@ -8,6 +8,7 @@ from test_quantize import rows
 from xtrain.kernels import four_bits
 from xtrain.kernels.cast import BFLOAT16
 from xtrain.kernels.quantize import dequantize, quantize
+from xtrain.simulator import sim
 
 
 def test_the_numbers_of_four_bits_by_hand():
@@ -78,7 +79,7 @@ def test_planted_bugs_of_grids_are_found(old, new):
     w[1] += 0.12 * step[1] * np.where(np.isin(np.arange(128), (3, 4)), 0, 1)  # not near enough
 
     def run():
-        kernel, reference = quantize(to_kernel(w), "int4"), quantize(w, "int4")
+        kernel, reference = quantize(sim(w), "int4"), quantize(w, "int4")
         assert np.array_equal(to_host(kernel.codes_OK), reference.codes_OK)
 
     run()

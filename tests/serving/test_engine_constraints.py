@@ -10,6 +10,7 @@ from test_engine_batching import way
 from test_engine_sampling import CONFIG, OFF, PROMPTS, VOCAB, logits_of, model, processed
 from test_engine_simulator import PROMPTS as SIMULATED
 from test_engine_simulator import pair
+from twins import random_model
 
 from xtrain import Engine, UserError
 from xtrain.kernels.decoding.sampling import sample_ref
@@ -170,7 +171,8 @@ def test_an_interrupted_step(model, monkeypatch):
     assert requests[0].completion == expected(model, [1], 12, 3)
 
 
-def test_what_is_not_asked_for_is_not_computed(model, monkeypatch):
+def test_what_is_not_asked_for_is_not_computed(monkeypatch):
+    model = random_model(CONFIG, device="cpu")  # for a GPU every kernel is compiled ahead
     monkeypatch.setattr(runner_module, "mask_logits", None)
     served = Engine(model, 2)
     served.generate([[1], [2]], 4, temperature=1.0)

@@ -493,6 +493,24 @@ def test_in_a_cuda_graph(name):
 
 
 @only_gpu
+def test_the_logits_are_freed_before_the_gradient_is_rounded():
+    """N and V are large, so that the sums and their bf16 copy are less than the logits of a chunk."""
+    N, C, V = 4096, 256, 1 << 16
+    x, weight = (torch.randn(n, C, device="cuda", dtype=torch.bfloat16) for n in (N, V))
+    targets = torch.zeros(N, dtype=torch.int64, device="cuda")
+    x.requires_grad_()
+    weight.requires_grad_()
+    xt.linear_cross_entropy(x, weight, targets)  # compiles, and makes the workspaces
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = xt.linear_cross_entropy(x, weight, targets)
+    chunk, sums = 2048 * V * 2, V * C * 4
+    assert torch.cuda.max_memory_allocated() - before <= chunk + sums + sums // 4
+    loss.backward()
+    assert torch.isfinite(weight.grad).all()
+
+
+@only_gpu
 @cases
 def test_results_are_memory_of_torch(name):
     import cupy

@@ -13,6 +13,7 @@ graphs, where it must be, and that of CuPy's pool elsewhere.
 import contextlib
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -42,6 +43,7 @@ TORCH_DTYPES = {array: tensor for tensor, array in DTYPES.items()}
 
 _in_simulator = False
 MAX_ARRAYS = 1 << 13
+LARGE = 32 << 20  # bytes; the arrays of smaller blocks are kept: a microsecond less for each
 
 _arrays: dict[tuple, Any] = {}  # address, shape, ... -> CuPy's array, which does not own the memory
 _streams: dict[tuple[int, int], Any] = {}  # (GPU, handle) -> CuPy's object for torch's stream
@@ -124,7 +126,8 @@ def as_cupy(x: torch.Tensor) -> Array:
     return array
 
 
-def _new_array(x: torch.Tensor, dense: bool) -> Array:
+def _new_array(x: torch.Tensor, dense: bool, owner: torch.Tensor | None = None) -> Array:
+    """Return the array with the memory of x. owner: lives as long as the array and its parts."""
     gpu = cupy()
     dtype = numpy_dtype(x.dtype)
     size = dtype.itemsize
@@ -134,7 +137,7 @@ def _new_array(x: torch.Tensor, dense: bool) -> Array:
     else:
         strides = tuple(size * n for n in x.stride())
         nbytes = size * (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride())))
-    memory = gpu.cuda.UnownedMemory(x.data_ptr(), nbytes, None, x.get_device())
+    memory = gpu.cuda.UnownedMemory(x.data_ptr(), nbytes, owner, x.get_device())
     return gpu.ndarray(tuple(x.shape), dtype, gpu.cuda.MemoryPointer(memory, 0), strides)
 
 
@@ -144,10 +147,15 @@ class TorchMemory:
     def __init__(self, device: torch.device):
         self.device = device
         self.blocks: dict[int, torch.Tensor] = {}  # address -> the tensor that begins there
+        # those that are freed with the last array in them, not at the launcher's end
+        self.large: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def allocate(self, shape: Any, dtype: np.dtype) -> Array:
         """Return an uninitialized array: for `empty` of kernels/runtime/launch.py."""
         block = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=self.device)
+        if block.nbytes >= LARGE:
+            self.large[block.data_ptr()] = block
+            return _new_array(block, True, block)
         self.blocks[block.data_ptr()] = block
         return as_cupy(block)
 
@@ -164,7 +172,10 @@ class TorchMemory:
         """Return the tensor with the memory of CuPy's contiguous array a; else that of a copy."""
         if not a.size:  # all empty blocks have the address 0
             return torch.empty(a.shape, dtype=TORCH_DTYPES[a.dtype], device=self.device)
-        block = self.blocks.get(a.data.mem.ptr)
+        address = a.data.mem.ptr
+        block = self.blocks.get(address)
+        if block is None:
+            block = self.large.get(address)
         if block is None or not a.flags.c_contiguous:  # an argument of the op, or a part of one
             copy = self.allocate(a.shape, a.dtype)
             copy[...] = a
