@@ -124,12 +124,12 @@ def test_bad_input():
     ):
         expert_gemv(*many)
     for kind, shape, words in (
-        ("int4", (17, 1, 1, 8, 8), "17 rows of 8 with 8, supported are 1 to 16, of multiples of 8"),
-        ("nf4", (1, 1, 1, 12, 8), "1 rows of 12 with 8, supported are 1 to 16, of multiples of 8"),
+        ("int4", (33, 1, 1, 8, 8), "33 rows of 8 with 8, supported are 1 to 32, of multiples of 8"),
+        ("nf4", (1, 1, 1, 12, 8), "1 rows of 12 with 8, supported are 1 to 32, of multiples of 8"),
         (
             "int8",
             (1, 1, 1, 16, 8),
-            "1 rows of 16 with 8, supported are 1 to 16, of multiples of 16",
+            "1 rows of 16 with 8, supported are 1 to 32, of multiples of 16",
         ),
     ):
         given, _ = coded(*shape, np.float32, kind)

@@ -81,7 +81,7 @@ MOST_COLUMNS = 8192  # of x: float32 in shared memory takes 32 KB, 45 KB with ga
 MOST_ROWS = 8  # with more, experts are shared often enough for a grouped product
 # Of codes a grouped product needs a dequantized copy: it moves 5 bytes and more for each that is
 # read here.
-MOST_ROWS_QUANTIZED = 2 * MOST_ROWS
+MOST_ROWS_QUANTIZED = 4 * MOST_ROWS
 MOST_STAGED = 40 << 10  # bytes of a in shared memory
 
 
@@ -492,7 +492,7 @@ def expert_gemv(
 
     gate_up, down: or codes of one kind, (E 2F, C) and (E C, F).
     experts: (N, K) int32, in [0, E), which is not checked on a GPU. weights: (N, K) float32. On a
-    GPU N is 1 to 8, with codes to 16, and C (at most 8192) and F are multiples of 8, with codes of
+    GPU N is 1 to 8, with codes to 32, and C (at most 8192) and F are multiples of 8, with codes of
     one byte of 16. Raises ValueError otherwise.
     weights_ready: no kernel that may still run writes down.
     """
