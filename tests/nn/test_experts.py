@@ -7,7 +7,7 @@ from checks import normal, on_sim, rng, same_bytes
 
 from xtrain import ModelConfig, Transformer
 from xtrain.kernels.cross_entropy import count_targets
-from xtrain.kernels.experts.expert_gemv import MOST_ROWS, MOST_ROWS_QUANTIZED
+from xtrain.kernels.experts import expert_gemv
 from xtrain.kernels.four_bits import FOUR_BITS
 from xtrain.kernels.quantize import KINDS, quantize
 from xtrain.kernels.runtime.invariance import batch_invariant
@@ -194,12 +194,12 @@ def test_few_rows_in_inference_read_their_experts_alone():
     mixture.arena = mixture.make_arena("sim", 0)
     rows = lambda N: Tensor(sim(normal(1, N, 16)))
     with inference():
-        few = noted(lambda: mixture(rows(MOST_ROWS)))
+        few = noted(lambda: mixture(rows(expert_gemv.MOST_ROWS)))
         assert (
             few >= {"expert_gate_up_kernel", "expert_down_kernel"}
             and "expert_scan_kernel" not in few
         )
-        many = noted(lambda: mixture(rows(MOST_ROWS + 1)))
+        many = noted(lambda: mixture(rows(expert_gemv.MOST_ROWS + 1)))
         assert "expert_scan_kernel" in many and not many & few - {"routing_kernel"}
         with batch_invariant(True):
             assert noted(lambda: mixture(rows(1))) >= many - few
@@ -207,8 +207,9 @@ def test_few_rows_in_inference_read_their_experts_alone():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_rows_read_the_codes_of_their_experts(kind):
+def test_few_rows_read_the_codes_of_their_experts(kind, monkeypatch):
     """More rows, training and batch-invariant mode dequantize the matrices of experts with tokens."""
+    monkeypatch.setattr(expert_gemv, "MOST_ROWS_QUANTIZED", 3)  # the simulator is slow
     mixture = MixtureOfExperts(config(dim=16, hidden_dim=32))
     mixture.arena = mixture.make_arena("sim", 0)
     for matrix in (mixture.gate_up, mixture.down):
@@ -217,9 +218,9 @@ def test_few_rows_read_the_codes_of_their_experts(kind):
     rows = lambda N: Tensor(sim(normal(1, N, 16)))
     dequantizing = {"dequantize_four_kernel" if kind in FOUR_BITS else "dequantize_kernel"}
     with inference():
-        few = noted(lambda: mixture(rows(MOST_ROWS_QUANTIZED)))
+        few = noted(lambda: mixture(rows(3)))
         assert few >= {"expert_gate_up_kernel", "expert_down_kernel"} and not few & dequantizing
-        many = noted(lambda: mixture(rows(MOST_ROWS_QUANTIZED + 1)))
+        many = noted(lambda: mixture(rows(4)))
         assert many >= {"expert_scan_kernel"} | dequantizing and "expert_down_kernel" not in many
         with batch_invariant(True):
             assert noted(lambda: mixture(rows(1))) >= many - few
