@@ -447,6 +447,40 @@ def engine_step() -> str:
     return table([*header, "without overlap", "of the memory bound"], rows, records)
 
 
+# ----------------------------------------------------------------------------- in PyTorch
+def torch_ops() -> str:
+    """Return the ops of xtrain.torch at 8192 tokens, and how they compare with more tokens."""
+    records = [r for r in latest("bench_torch", per_peer=False) if " N=" in r["shape"]]
+    found: dict[tuple[str, str], dict[int, dict]] = {}
+    for r in records:
+        width, tokens = r["shape"].split(" N=")
+        found.setdefault((width, r["name"].split()[0]), {})[int(tokens)] = r["all_ms"]
+    rows = []
+    for (width, name), by_tokens in found.items():
+        times = [number(by_tokens[8192].get(k), ".3f") for k in ("xtrain", "liger", "compile")]
+        ratios = []
+        for _, ms in sorted(by_tokens.items()):
+            ratios.append(min(t for k, t in ms.items() if k != "xtrain") / ms["xtrain"])
+        rows.append([name, width, *times, " / ".join(f"{x:.2f}" for x in ratios)])
+    header = ["op, forward and backward", "width", "xtrain, ms", "Liger-Kernel", "torch.compile"]
+    return table([*header, "fastest other / xtrain at 8 k / 16 k / 32 k tokens"], rows, records)
+
+
+def torch_steps() -> str:
+    """Return training steps of transformers models: time and memory of each variant."""
+    records = [r for r in latest("bench_torch", per_peer=False) if r["name"].startswith("step ")]
+    variants = {"xtrain": "apply", "xtrain + compile": "apply, compiled", "liger": "Liger-Kernel"}
+    variants |= {"compile": "compiled", "plain": "plain"}
+    rows = []
+    for r in records:
+        cells = []
+        for key in variants:
+            ms = r["all_ms"].get(key)
+            cells.append("-" if ms is None else f"{ms:.1f} ms, {r['all_peak_gb'][key]:.1f} GB")
+        rows.append([f"{r['name'].removeprefix('step ')}, {r['shape']}", *cells])
+    return table(["training step, bf16", *variants.values()], rows, records)
+
+
 # ----------------------------------------------------------------------------- compilers
 PAIR = {"mlir": "numba-cuda-mlir", "numba": "numba-cuda"}
 
@@ -536,6 +570,8 @@ TABLES = {
     "browser": browser,
     "engine-kernels": engine_kernels,
     "engine-step": engine_step,
+    "torch-ops": torch_ops,
+    "torch-steps": torch_steps,
     "compilers": compilers,
     "compilers-differ": compilers_differ,
 }
