@@ -302,6 +302,34 @@ def test_modes_in_which_torch_calls_the_op():
     assert xt.attention(q, q, q).shape == q.shape
 
 
+@cases
+@pytest.mark.parametrize("batched", [False, True])
+def test_transforms_of_torch_func(name, batched):
+    """Gradients, also one for each of a batch, and again from the same vjp."""
+    case = CASES[name]
+    inputs = case.make(grad=False)
+    wanted = case.floats()[0]
+
+    def loss(function):
+        def of(x):
+            given = [x if i == wanted else a for i, a in enumerate(inputs)]
+            return sum(y.float().sin().sum() for y in outputs(function(*given)))
+
+        return of
+
+    def gradients(function):
+        x = inputs[wanted]
+        if batched:
+            return torch.vmap(torch.func.grad(loss(function)))(torch.stack((x, x / 2)))
+        _, vjp = torch.func.vjp(loss(function), x)
+        return torch.stack([vjp(torch.tensor(factor))[0] for factor in (3.0, 1.0)])
+
+    ours, theirs = gradients(case.op), gradients(case.plain)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match=r"^xtrain::\w+ has no second derivative: call"):
+        torch.func.grad(lambda x: torch.func.grad(loss(case.op))(x).sum())(inputs[wanted])
+
+
 def test_inference_mode():
     x = random(1, 1, 4, 2, 16)
     documents = torch.tensor([0, 2, 4])

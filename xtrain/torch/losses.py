@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 
 from ..kernels import cross_entropy as _cross_entropy
 from ..kernels import elementwise as _elementwise
@@ -51,8 +52,9 @@ _scale_into_op = register_op(
 
 def _multiply(gradient, factor):
     """Multiply in place, because it is large; torch.compile, which traces with a subclass, decides
-    itself. On a GPU the factor 1 costs nothing."""
-    if type(gradient) is not Tensor:
+    itself, and transforms of torch.func may have several factors. On a GPU the factor 1 costs
+    nothing."""
+    if type(gradient) is not Tensor or _are_functorch_transforms_active():
         return gradient * factor
     if not gradient.is_cuda:
         return gradient.mul_(factor)
