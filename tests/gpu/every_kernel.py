@@ -422,7 +422,8 @@ def rows(dtype):
         backward(F.cast(leaf(N, C, dtype=dtype), DTYPES[dtype == np.float32]))
         add_into(draw(N, C, dtype=dtype), draw(N, C, dtype=dtype))
         gate, up = draw(N, C, dtype=dtype), draw(N, C, dtype=dtype)
-        silu_mul_bwd(silu_mul_fwd(gate, up), gate, up)
+        for gelu in (False, True):
+            silu_mul_bwd(silu_mul_fwd(gate, up, gelu), gate, up, gelu)
         scale_into(draw(N, C, dtype=dtype), cp.ones(1, np.float32))
         targets = cp.asarray(RNG.integers(0, C, N))
         for factor in (1.0, 0.5):

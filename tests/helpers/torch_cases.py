@@ -151,6 +151,18 @@ CASES = {
         lambda N: [random(1, 2, N, 48)],
         opname="swiglu",
     ),
+    "geglu": Case(
+        xt.geglu,
+        lambda gate, up: TF.gelu(gate, approximate="tanh") * up,
+        lambda N: [random(1, N, 24), random(2, N, 24)],
+        opname="silu_mul",
+    ),
+    "geglu_packed": Case(
+        xt.geglu,
+        lambda gu: TF.gelu(gu.chunk(2, -1)[0], approximate="tanh") * gu.chunk(2, -1)[1],
+        lambda N: [random(1, 2, N, 48)],
+        opname="swiglu",
+    ),
     "rope": Case(
         xt.rope,
         plain_rope,

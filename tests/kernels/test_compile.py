@@ -114,7 +114,8 @@ def launch_everything(dtype):
     swiglu.swiglu_bwd(new(2, 4), new(2, 8), recompute_y=True, gelu=True)
     swiglu.silu_bwd(swiglu.silu_fwd(new(8)), new(8))
     launch_experts(new)
-    silu_mul.silu_mul_bwd(silu_mul.silu_mul_fwd(new(8), new(8)), new(8), new(8))
+    for gelu in (False, True):
+        silu_mul.silu_mul_bwd(silu_mul.silu_mul_fwd(new(8), new(8), gelu), new(8), new(8), gelu)
     elementwise.add_into(elementwise.add_fwd(new(8), new(8)), new(8))
     elementwise.scale_into(elementwise.scale_fwd(new(8), 0.5), f32(1))
     for count in (1, 3, peers.MOST):  # GPUs of a machine with two, four and eight

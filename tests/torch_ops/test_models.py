@@ -7,6 +7,7 @@ import io
 
 import accelerate
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
 import transformers as hf
@@ -27,6 +28,17 @@ MODELS = {
     "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM, {"head_dim": 16}),
     "mistral": (hf.MistralConfig, hf.MistralForCausalLM, {"sliding_window": 5}),
     "phi3": (hf.Phi3Config, hf.Phi3ForCausalLM, {"partial_rotary_factor": 0.5}),
+    "gemma": (hf.GemmaConfig, hf.GemmaForCausalLM, {"head_dim": 16}),
+    "gemma3": (
+        hf.Gemma3TextConfig,
+        hf.Gemma3ForCausalLM,
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+        },
+    ),
     "smollm3": (hf.SmolLM3Config, hf.SmolLM3ForCausalLM, {}),
 }
 B, T = 2, 12
@@ -107,7 +119,7 @@ def test_bf16(family, place):
     assert_as_good(numbers(found[0]).numpy(), numbers(exact).numpy(), numbers(found[1]).numpy())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3"])
 @places
 def test_padding(family, place):
     model, inputs = new(family, place), batch(place)
@@ -222,6 +234,39 @@ def test_in_a_trainer(place, adapters, tmp_path):
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("packing", [False, True])
+def test_in_trl(packing, adapters, tmp_path):
+    """SFTTrainer, with padded or packed rows: the same losses as without xtrain."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0")
+    backend = tokenizers.Tokenizer(words)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = dict(pad_token="w0", bos_token="w1", eos_token="w2")
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    lines = [" ".join(f"w{3 + i * j % 37}" for j in range(3 + i)) for i in range(1, 9)]
+    curves = []
+    for change in (lambda model: model, xt.apply):
+        model = new("llama")
+        if adapters:
+            model = adapted(model)
+        arguments = trl.SFTConfig(
+            str(tmp_path), packing=packing, max_length=T, max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2,
+            logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True, bf16=False,
+        )  # fmt: skip
+        trainer = trl.SFTTrainer(
+            change(model),
+            args=arguments,
+            train_dataset=datasets.Dataset.from_dict({"text": lines}),
+            processing_class=tokenizer,
+        )
+        trainer.train()
+        curves.append([h["loss"] for h in trainer.state.log_history if "loss" in h])
+    assert len(curves[0]) == 3
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+
+
 @places
 def test_gradient_checkpointing(place):
     model, inputs = xt.apply(new("qwen3", place)), batch(place)
@@ -290,7 +335,8 @@ def test_norms_tuned_by_peft():
 
 
 @pytest.mark.parametrize(
-    "family, implementation", [("qwen2", "sdpa"), ("qwen3", "eager"), ("qwen3", "xtrain")]
+    "family, implementation",
+    [("qwen2", "sdpa"), ("qwen3", "eager"), ("qwen3", "xtrain"), ("gemma3", "xtrain")],
 )
 @places
 def test_generating(family, implementation, place):
@@ -359,7 +405,7 @@ def test_mixed_precision_of_accelerate(accelerator):
     assert not any(isinstance(vars(m).get("forward"), functools.partial) for m in plain.modules())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma3"])
 def test_hooks_of_every_module(family):
     """A module with a hook is called, also where an op would read its weight."""
     model, inputs = new(family), batch()
@@ -431,6 +477,24 @@ def test_derived_models():
         output = xt.apply(model)(**batch())
         torch.testing.assert_close(output.loss, factor * plain(**batch()).loss)
         assert (output.logits is None) == (kind is Derived)
+
+
+def test_a_cap_of_the_logits():
+    """Gemma 3's option: then transformers computes head and loss."""
+    model, inputs = new("gemma3"), batch()
+    model.config.final_logit_softcapping = 0.5
+    expected = run(model, **inputs)
+    close(run(xt.apply(model), **inputs), expected)
+    assert model(**inputs).logits.abs().max() <= 0.5
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_another_activation(activation):
+    """SwiGLU in a Gemma, and one for which there is no kernel."""
+    options = {**MODELS["gemma3"][2], "hidden_activation": activation}
+    model, inputs = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SHAPE, **options)), batch()
+    expected = run(model, **inputs)
+    close(run(xt.apply(model), **inputs), expected)
 
 
 def test_choosing():

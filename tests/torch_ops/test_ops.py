@@ -4,11 +4,13 @@ On the CPU the NumPy references run, inside xt.simulated() the kernels. With a G
 """
 
 import contextlib
+import re
 import time
 
 import pytest
 import torch
 from checks import assert_as_good
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_cases import (
@@ -251,6 +253,28 @@ def test_compiled_without_a_graph_break(name, place):
     assert same(*found)
 
 
+def test_compiled_with_lengths_that_depend_on_data(monkeypatch):
+    """The tokens that count, as a loss or a packed row picks them."""
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+
+    def attend(q, ids):
+        q = q[:, ids.nonzero()[:, 0]]
+        return xt.attention(q, q, q)
+
+    def loss(x, w, ids):
+        chosen = ids.nonzero()[:, 0]
+        return xt.linear_cross_entropy(xt.rmsnorm(x[chosen], w[0]), w, ids[chosen])
+
+    ids = torch.tensor([0, 1, 2, 0, 3, 4])
+    for function, inputs in (
+        (attend, (random(1, 1, 6, 2, 16), ids)),
+        (loss, (random(1, 6, 16), random(2, 9, 16), ids)),
+    ):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*inputs), function(*inputs))
+
+
 def test_the_second_backward_of_a_loss_is_refused():
     """The first one has multiplied the gradients in place."""
     x = random(1, 4, 24).requires_grad_()
@@ -276,6 +300,34 @@ def test_modes_in_which_torch_calls_the_op():
     torch.testing.assert_close(ours, theirs)
     q = torch.empty(1, 4, 2, 16, device="meta")
     assert xt.attention(q, q, q).shape == q.shape
+
+
+@cases
+@pytest.mark.parametrize("batched", [False, True])
+def test_transforms_of_torch_func(name, batched):
+    """Gradients, also one for each of a batch, and again from the same vjp."""
+    case = CASES[name]
+    inputs = case.make(grad=False)
+    wanted = case.floats()[0]
+
+    def loss(function):
+        def of(x):
+            given = [x if i == wanted else a for i, a in enumerate(inputs)]
+            return sum(y.float().sin().sum() for y in outputs(function(*given)))
+
+        return of
+
+    def gradients(function):
+        x = inputs[wanted]
+        if batched:
+            return torch.vmap(torch.func.grad(loss(function)))(torch.stack((x, x / 2)))
+        _, vjp = torch.func.vjp(loss(function), x)
+        return torch.stack([vjp(torch.tensor(factor))[0] for factor in (3.0, 1.0)])
+
+    ours, theirs = gradients(case.op), gradients(case.plain)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match=r"^xtrain::\w+ has no second derivative: call"):
+        torch.func.grad(lambda x: torch.func.grad(loss(case.op))(x).sum())(inputs[wanted])
 
 
 def test_inference_mode():
@@ -310,13 +362,13 @@ def test_an_argument_without_a_gradient():
 # ----------------------------------------------------------------------------- mistakes
 def test_bad_input():
     x, w = torch.ones(2, 8), torch.ones(8)
-    with pytest.raises(ValueError, match=r"^rmsnorm: w has shape \(7,\), expected \(8\)$"):
+    with pytest.raises(ValueError, match=r"^rmsnorm: weight has shape \(7,\), expected \(8\)$"):
         xt.rmsnorm(x, w[:7])
     with pytest.raises(TypeError, match=r"^rmsnorm: x is float16, expected float32 or bfloat16$"):
         xt.rmsnorm(x.half(), w)
     with pytest.raises(TypeError, match=r"no kernels for tensors of torch\.complex64"):
         xt.rmsnorm(x.to(torch.complex64), w)
-    with pytest.raises(ValueError, match="gu has 7 columns"):
+    with pytest.raises(ValueError, match="gate has 7 columns"):
         xt.swiglu(torch.ones(2, 7))
     with pytest.raises(ValueError, match=r"positions 0 to 9, the tables hold 0 to 7"):
         xt.rope(torch.ones(10, 1, 4), torch.ones(8, 2), torch.ones(8, 2), torch.arange(10))
@@ -332,6 +384,63 @@ def test_bad_input():
         xt.linear_logprobs(x, x, torch.ones(2).long(), rows=-1)
     with pytest.raises(NotImplementedError, match="SparseCPU"):
         xt.rmsnorm(x.to_sparse(), w)
+
+
+WRONG_SHAPES = {
+    "rmsnorm: weight has shape (7,), expected (8)": (xt.rmsnorm, (2, 8), (7,)),
+    "rmsnorm: x has shape (), expected at least 1 axis": (xt.rmsnorm, (), (1,)),
+    "residual_rmsnorm: r has shape (3, 8), expected (2, 8)": (xt.residual_rmsnorm, (2, 8), (3, 8), (8,)),
+    "residual_rmsnorm: r has shape (6, 8), expected (2, 3, 8)": (xt.residual_rmsnorm, (2, 3, 8), (6, 8), (8,)),
+    "swiglu: up has shape (2, 7), expected (2, 8)": (xt.swiglu, (2, 8), (2, 7)),
+    "geglu: gate has 7 columns, expected gate and up of equal width": (xt.geglu, (2, 7)),
+    "rope: T = 4 positions, the tables hold 3": (xt.rope, (4, 2, 8), (3, 4), (3, 4)),
+    "rope: cos has shape (4, 3), expected (any, 4)": (xt.rope, (4, 2, 8), (4, 3), (4, 3)),
+    "norm_rope: weight has shape (7,), expected (8)": (xt.norm_rope, (4, 2, 8), (7,), (4, 4), (4, 4)),
+    "qk_norm_rope: qkv has shape (4, 40), expected (any, 32)": (
+        lambda qkv, cos, sin: xt.qk_norm_rope(qkv, None, None, cos, sin, 2, 1), (4, 40), (4, 4), (4, 4),
+    ),
+    "attention: 3 query heads cannot share 2 key heads: q (1, 4, 3, 16), k (1, 4, 2, 16)": (
+        xt.attention, (1, 4, 3, 16), (1, 4, 2, 16), (1, 4, 2, 16),
+    ),
+    "attention: 4 causal queries need at least 4 keys: q (1, 4, 2, 16), k (1, 3, 2, 16)": (
+        xt.attention, (1, 4, 2, 16), (1, 3, 2, 16), (1, 3, 2, 16),
+    ),
+    "linear_cross_entropy: weight has shape (10, 7), expected (any, 8)": (
+        xt.linear_cross_entropy, (4, 8), (10, 7), 4,
+    ),
+    "cross_entropy: targets has shape (3,), expected (4)": (xt.cross_entropy, (4, 8), 3),
+    "softmax: 4 causal positions need at least 4 keys, got 3": (lambda s: xt.softmax(s, causal=True), (4, 3)),
+    "embedding: weight has shape (10,), expected (any, any)": (lambda w, ids: xt.embedding(ids, w), (10,), 3),
+    "linear_logprobs: tokens has shape (3,), expected (4)": (xt.linear_logprobs, (4, 8), (10, 8), 3),
+    "token_logprobs: tokens has shape (3,), expected (4)": (xt.token_logprobs, (4, 8), 3),
+    "sample: logits has shape (8,), expected (any, any)": (xt.sample, (8,)),
+    "sample: an option has shape (3,), expected one number, or 2": (xt.sample, (2, 8), (3,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG_SHAPES)
+def test_wrong_shapes(message):
+    """The same sentence for tensors, on the device "meta", and for the tensors of torch.compile."""
+    function, *shapes = WRONG_SHAPES[message]
+
+    def run(device):
+        make = lambda s: torch.ones(s, device=device, dtype=torch.long if type(s) is int else None)
+        return function(*map(make, shapes))
+
+    for device in ("cpu", "meta"):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            run(device)
+    with FakeTensorMode(), pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        run("cpu")
+
+
+def test_negative_views():
+    """torch keeps the sign of c.conj().imag apart from its memory."""
+    c = torch.complex(random(1, 1, 4, 2, 16), random(2, 1, 4, 2, 16))
+    q = c.conj().imag
+    assert q.is_neg()
+    assert torch.equal(xt.attention(q, q, q), xt.attention(*[q.resolve_neg()] * 3))
+    assert torch.equal(xt.rmsnorm(q, torch.ones(16)), xt.rmsnorm(q.resolve_neg(), torch.ones(16)))
 
 
 @pytest.mark.parametrize("argument", [dict(eps=None), dict(eps="1e-6")])
@@ -356,6 +465,13 @@ def test_bad_documents():
         run([0, 2, 6])
     with pytest.raises(ValueError, match=r"^attention: give cu_seqlens or starts, not both$"):
         run(0, 2, 6, starts=torch.zeros(1, 6, dtype=torch.int32))
+    with pytest.raises(TypeError, match=r"cu_seqlens is a list, expected a tensor of integers$"):
+        xt.attention(q, q, q, cu_seqlens=[0, 2, 6])
+    for options in (dict(window=3), dict(cu_seqlens=torch.tensor([0, 6]))):
+        with pytest.raises(
+            ValueError, match=r"^attention: a window or documents need causal=True$"
+        ):
+            xt.attention(q, q, q, causal=False, **options)
     with pytest.raises(RuntimeError, match="Expected a value of type 'int' for argument 'window'"):
         xt.attention(q, q, q, window=2.5)
 

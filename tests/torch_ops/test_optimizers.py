@@ -159,6 +159,32 @@ def test_divided_by_fsdp2():
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("kind", [xt.AdamW, xt.Muon])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transposed_parameters(kind, dtype):
+    """The update of the contiguous ones, also with a state that was saved by those."""
+    plain = parameters("cpu", dtype, [(6, 9), (6, 9)])
+    turned = [p.detach().t().contiguous().t().requires_grad_(i == 0) for i, p in enumerate(plain)]
+    mixed = [turned[0], plain[1].detach().clone().requires_grad_()]
+    optimizers = kind(plain), kind(mixed)
+    results = [train(o, params) for o, params in zip(optimizers, (plain, mixed))]
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    results += [train(o, params, first=3) for o, params in zip(optimizers, (plain, mixed))]
+    size = 0 if kind is xt.AdamW else 2e-5 if dtype == torch.float32 else 1e-2
+    for ours, theirs in zip(results[1] + results[3], results[0] + results[2]):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=size)
+    assert not mixed[0].is_contiguous()
+
+
+def test_channels_last():
+    layer = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    params = list(layer.parameters())
+    copies = [p.detach().clone(memory_format=torch.contiguous_format) for p in params]
+    copies = [p.requires_grad_() for p in copies]
+    results = [train(xt.AdamW(some), some) for some in (params, copies)]
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
 def test_closure():
     (p,) = parameters("cpu", shapes=[(3,)])
 

@@ -13,7 +13,7 @@ from .attention import attention, register_attention
 from .decoding import linear_logprobs, sample, token_logprobs
 from .losses import cross_entropy, linear_cross_entropy, softmax
 from .models import apply, revert
-from .ops import embedding, norm_rope, qk_norm_rope, residual_rmsnorm, rmsnorm, rope, swiglu
+from .ops import embedding, geglu, norm_rope, qk_norm_rope, residual_rmsnorm, rmsnorm, rope, swiglu
 from .optimizers import AdamW, Muon
 from .register import call, register_op
 
@@ -25,6 +25,7 @@ __all__ = [
     "call",
     "cross_entropy",
     "embedding",
+    "geglu",
     "linear_cross_entropy",
     "linear_logprobs",
     "norm_rope",

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..kernels.attention import flash_attention as _flash
 from ..kernels.attention.key_bounds import UNBOUNDED, KeyBounds, document_bounds
 from ..kernels.runtime.launch import check
-from .ops import autocast, new_like, wide
+from .ops import autocast, check_shape, new_like, wide
 from .register import call, register_op
 
 NAME = "xtrain"  # of the implementation in transformers
@@ -28,7 +28,30 @@ def _bounds(first, last, window):
     return KeyBounds(window) if window else UNBOUNDED
 
 
+def _check(q, k, v, causal):
+    check_shape("attention", "q", q, (None,) * 4)
+    B, T, H, D = q.shape
+    check_shape("attention", "k", k, (B, None, None, D))
+    check_shape("attention", "v", v, k.shape)
+    S, G = k.shape[1:3]
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
+    torch._check_value(
+        G > 0 and H % G == 0,
+        lambda: f"attention: {H} query heads cannot share {G} key heads: {shapes}",
+    )
+    if causal:
+        torch._check_value(
+            S >= T, lambda: f"attention: {T} causal queries need at least {T} keys: {shapes}"
+        )
+
+
+def _fake(q, k, v, first, last, scale, causal, window):
+    _check(q, k, v, causal)
+    return new_like(q, q.shape), new_like(q, (q.shape[0], q.shape[2], q.shape[1]), wide(q))
+
+
 def _forward(q, k, v, first, last, scale, causal, window):
+    _check(q, k, v, causal)
     return _flash.flash_attention_fwd(q, k, v, scale, causal, _bounds(first, last, window))
 
 
@@ -48,10 +71,7 @@ _backward_op = register_op(
 _forward_op = register_op(
     f"xtrain::attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor o, Tensor lse)",
     _forward,
-    fake=lambda q, k, v, *options: (
-        new_like(q, q.shape),
-        new_like(q, (q.shape[0], q.shape[2], q.shape[1]), wide(q)),
-    ),
+    fake=_fake,
     backward=_backward_op,
     strided=_STRIDED,
 )
@@ -81,8 +101,8 @@ def attention(
 ) -> Tensor:
     """Return softmax(scale q k^T) v for q (B, T, H, D) and k, v (B, S, G, D), like q.
 
-    H is a multiple of G (grouped-query attention). bf16 with D = 16, 32, 64 or 128, or float32
-    with D up to 128 (slower); positions may be further apart than H D elements.
+    H is a multiple of G (grouped-query attention). bf16 with D = 16, 32, 64, 128 or 256, or float32
+    with D up to 256 (slower); positions may be further apart than H D elements.
     causal: query t sees the keys up to t + S - T; S >= T.
     scale: of the scores; None: 1 / sqrt(D).
     window: a query sees this many keys at most, itself among them; 0: all. Causal only.
@@ -95,11 +115,16 @@ def attention(
     q, k, v = autocast(q, k, v)
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    if window >= k.shape[1]:
+    if window and window >= k.shape[1]:  # with none, a length that torch knows later is not asked
         window = 0
     if cu_seqlens is not None:
         check(starts is None, "attention: give cu_seqlens or starts, not both")
+        if not isinstance(cu_seqlens, Tensor):
+            kind = type(cu_seqlens).__name__
+            raise TypeError(f"attention: cu_seqlens is a {kind}, expected a tensor of integers")
         starts = starts_of(cu_seqlens, q)
+    if not causal and (window or starts is not None):
+        raise ValueError("attention: a window or documents need causal=True")
     first = last = None
     if starts is not None:
         first, last = call(_bounds_op, starts, window)

@@ -12,11 +12,16 @@ from ..kernels.decoding import logprobs as _logprobs
 from ..kernels.decoding import sampling as _sampling
 from ..kernels.gemm import linear_into
 from ..kernels.runtime.launch import check, empty
-from .ops import autocast, new_like, rows_of, wide
+from .ops import autocast, check_axes, check_shape, new_like, rows_of, wide
 from .register import call, register_op
 
 
 # ----------------------------------------------------------------------------- sampling
+def _sample_fake(logits, *columns):
+    check_shape("sample", "logits", logits, (None, None))
+    return new_like(logits, logits.shape[0], torch.int32)
+
+
 def _sample(logits, temperature, top_k, top_p, min_p, seed, sequence, step):
     ids = empty(logits, logits.shape[0], np.int32)
     columns = (temperature, top_k, top_p, seed, sequence, step)
@@ -28,7 +33,7 @@ _sample_op = register_op(
     "xtrain::sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p,"
     " Tensor seed, Tensor sequence, Tensor step) -> Tensor ids",
     _sample,
-    fake=lambda logits, *columns: new_like(logits, logits.shape[0], torch.int32),
+    fake=_sample_fake,
 )
 
 
@@ -52,12 +57,17 @@ def sample(
     numbers: Any = (temperature, top_k, top_p, min_p)
     if not any(isinstance(x, Tensor) for x in numbers):
         _sampling.check_sampling(*numbers)
+    check_axes("sample", "logits", logits, 1)
     B = logits.shape[0]
     if sequence is None:
         sequence = torch.arange(B, device=logits.device)
 
     def column(x, dtype):
         if isinstance(x, Tensor):
+            check(
+                x.shape in ((), (1,), (B,)),
+                f"sample: an option has shape {tuple(x.shape)}, expected one number, or {B}",
+            )
             return x.to(logits.device, dtype).expand(B)
         return torch.full((B,), x, dtype=dtype, device=logits.device)
 
@@ -75,15 +85,19 @@ def sample(
 
 
 # ----------------------------------------------------------------------------- log-probabilities
+def _token_logprobs_fake(logits, tokens, top):
+    check_shape("token_logprobs", "logits", logits, (None, None))
+    check_shape("token_logprobs", "tokens", tokens, logits.shape[:1])
+    best = (*tokens.shape, top)
+    values = new_like(logits, tokens.shape, wide(logits)), new_like(logits, best, wide(logits))
+    return values[0], new_like(logits, best, torch.int32), values[1]
+
+
 _token_logprobs_op = register_op(
     "xtrain::token_logprobs(Tensor logits, Tensor tokens, int top)"
     " -> (Tensor logprobs, Tensor top_ids, Tensor top_logprobs)",
     _logprobs.token_logprobs,
-    fake=lambda logits, tokens, top: (
-        new_like(logits, tokens.shape, wide(logits)),
-        new_like(logits, (*tokens.shape, top), torch.int32),
-        new_like(logits, (*tokens.shape, top), wide(logits)),
-    ),
+    fake=_token_logprobs_fake,
 )
 
 
@@ -97,7 +111,18 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top: int = 0) -> tuple[Tensor
     return call(_token_logprobs_op, logits, tokens, top)
 
 
+def _check_linear(x, weight, tokens):
+    check_shape("linear_logprobs", "weight", weight, (None, x.shape[1]))
+    check_shape("linear_logprobs", "tokens", tokens, x.shape[:1])
+
+
+def _linear_logprobs_fake(x, weight, tokens, *options):
+    _check_linear(x, weight, tokens)
+    return new_like(x, tokens.shape, wide(x))
+
+
 def _linear_logprobs(x, weight, tokens, want_dx, want_dweight, rows):
+    _check_linear(x, weight, tokens)
     N = x.shape[0]
     sums = np.float64 if x.dtype == np.float64 else np.float32
     logprobs_N = empty(x, N, sums)
@@ -133,7 +158,7 @@ _linear_logprobs_backward_op = register_op(
 _linear_logprobs_op = register_op(
     f"xtrain::linear_logprobs({_ARGUMENTS}) -> Tensor logprobs",
     _linear_logprobs,
-    fake=lambda x, weight, tokens, *options: new_like(x, tokens.shape, wide(x)),
+    fake=_linear_logprobs_fake,
     backward=_linear_logprobs_backward_op,
 )
 
@@ -146,6 +171,7 @@ def linear_logprobs(x: Tensor, weight: Tensor, tokens: Tensor, rows: int = 0) ->
     0: 2048.
     """
     check(rows >= 0, f"linear_logprobs: {rows} rows at a time, expected at least 1")
+    check_axes("linear_logprobs", "x", x, 1)
     x, weight = autocast(x, weight)
     grad = torch.is_grad_enabled()
     wants = grad and x.requires_grad, grad and weight.requires_grad

@@ -439,6 +439,9 @@ class Repeatable:
             except RuntimeError:
                 raise NoMemory("a tensor has no memory of its own") from None
             if i in self.strided:
+                if a.is_neg():  # a view, its numbers have the other sign in memory
+                    a = given[i] = a.resolve_neg()
+                    address = a.data_ptr()
                 layout += (a.stride(), address % ALIGNMENT)
             elif address % ALIGNMENT or not a.is_contiguous():
                 a = given[i] = aligned(a)
@@ -487,7 +490,7 @@ def _with_numbers(arguments):
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor whose address is a multiple of 16: kernels that read so much at
     once compute the same bits from any tensor."""
-    x = x.contiguous()
+    x = x.resolve_neg().contiguous()
     return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 

@@ -4,18 +4,31 @@ import math
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 
 from ..kernels import cross_entropy as _cross_entropy
 from ..kernels import elementwise as _elementwise
 from ..kernels import linear_cross_entropy as _linear_cross_entropy
 from ..kernels import softmax as _softmax
 from ..kernels.runtime.launch import check, empty, empty_like
-from .ops import autocast, check_axes, new_like, rows_of, wide
+from .ops import autocast, check_axes, check_shape, new_like, rows_of, wide
 from .register import call, register_op
 
 
 # ----------------------------------------------------------------------------- linear cross-entropy
+def _check_linear(x, weight, targets):
+    check_shape("linear_cross_entropy", "weight", weight, (None, x.shape[1]))
+    check_shape("linear_cross_entropy", "targets", targets, x.shape[:1])
+
+
+def _linear_fake(x, weight, targets, inv_count, want_dx, want_dweight, rows):
+    _check_linear(x, weight, targets)
+    dx = new_like(x, x.shape if want_dx else 0)
+    return new_like(x, (), wide(x)), dx, new_like(weight, weight.shape if want_dweight else 0)
+
+
 def _linear_forward(x, weight, targets, inv_count, want_dx, want_dweight, rows):
+    _check_linear(x, weight, targets)
     if inv_count is None:
         inv_count = _cross_entropy.count_targets(targets)
     rows = rows or max(_linear_cross_entropy.ROWS, x.shape[1])
@@ -39,8 +52,9 @@ _scale_into_op = register_op(
 
 def _multiply(gradient, factor):
     """Multiply in place, because it is large; torch.compile, which traces with a subclass, decides
-    itself. On a GPU the factor 1 costs nothing."""
-    if type(gradient) is not Tensor:
+    itself, and transforms of torch.func may have several factors. On a GPU the factor 1 costs
+    nothing."""
+    if type(gradient) is not Tensor or _are_functorch_transforms_active():
         return gradient * factor
     if not gradient.is_cuda:
         return gradient.mul_(factor)
@@ -58,11 +72,7 @@ _linear_op = register_op(
     " bool want_dx, bool want_dweight, int rows)"
     " -> (Tensor loss, Tensor x_gradient, Tensor weight_gradient)",
     _linear_forward,
-    fake=lambda x, weight, targets, inv_count, want_dx, want_dweight, rows: (
-        new_like(x, (), wide(x)),
-        new_like(x, x.shape if want_dx else 0),
-        new_like(weight, weight.shape if want_dweight else 0),
-    ),
+    fake=_linear_fake,
     backward=_linear_backward,
 )
 
@@ -88,6 +98,7 @@ def linear_cross_entropy(
     x, weight = autocast(x, weight)
     grad = torch.is_grad_enabled()
     wants = grad and x.requires_grad, grad and weight.requires_grad
+    check_axes("linear_cross_entropy", "x", x, 1)
     arguments = (rows_of(x), weight, targets.reshape(-1), inverse(count, x))
     return call(_linear_op, *arguments, *wants, rows)[0]
 
@@ -104,7 +115,13 @@ def inverse(count: Tensor | float | None, x: Tensor) -> Tensor | None:
 
 
 # ----------------------------------------------------------------------------- cross-entropy
+def _cross_entropy_fake(logits, targets, inv_count):
+    check_shape("cross_entropy", "targets", targets, logits.shape[:1])
+    return new_like(logits, (), wide(logits)), new_like(logits, logits.shape)
+
+
 def _cross_entropy_forward(logits, targets, inv_count):
+    check_shape("cross_entropy", "targets", targets, logits.shape[:1])
     if inv_count is None:
         inv_count = _cross_entropy.count_targets(targets)
     gradient = empty_like(logits)  # in memory of torch
@@ -117,10 +134,7 @@ _cross_entropy_op = register_op(
     "xtrain::cross_entropy(Tensor logits, Tensor targets, Tensor? inv_count)"
     " -> (Tensor loss, Tensor gradient)",
     _cross_entropy_forward,
-    fake=lambda logits, targets, inv_count: (
-        new_like(logits, (), wide(logits)),
-        new_like(logits, logits.shape),
-    ),
+    fake=_cross_entropy_fake,
     backward=lambda dloss, gradient: {"logits": _multiply(gradient, dloss)},
 )
 
@@ -130,11 +144,20 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float | None 
 
     targets, count, backward: as in linear_cross_entropy, which needs less memory.
     """
+    check_axes("cross_entropy", "logits", logits, 1)
     inv_count = inverse(count, logits)
     return call(_cross_entropy_op, rows_of(logits), targets.reshape(-1), inv_count)[0]
 
 
 # ----------------------------------------------------------------------------- softmax
+def _softmax_fake(s, T, scale, causal):
+    S = s.shape[2]
+    if causal:
+        message = f"softmax: {T} causal positions need at least {T} keys, got {S}"
+        torch._check_value(S >= T, lambda: message)
+    return new_like(s, s.shape)
+
+
 def _softmax_forward(s, T, scale, causal):
     return _softmax.causal_softmax_fwd(s, T, scale, causal, empty_like(s))
 
@@ -151,7 +174,7 @@ _softmax_backward_op = register_op(
 _softmax_op = register_op(
     "xtrain::softmax(Tensor s, int T, float scale, bool causal) -> Tensor p",
     _softmax_forward,
-    fake=lambda s, T, scale, causal: new_like(s, s.shape),
+    fake=_softmax_fake,
     backward=_softmax_backward_op,
 )
 

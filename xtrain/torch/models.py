@@ -5,8 +5,8 @@ is replaced in a decoder layer:
 
     RMSNorm                    rmsnorm
     x + attention, RMSNorm     residual_rmsnorm
-    the MLP                    swiglu between its products
-    RoPE, Qwen3's QK-norm      rope, norm_rope, with float32 tables made once per forward pass
+    the MLP                    swiglu between its products, or Gemma's geglu
+    RoPE, QK-norm              rope, norm_rope, with float32 tables made once per forward pass
     attention                  attn_implementation="xtrain"
     head and loss              linear_cross_entropy, if labels are given: no logits
 """
@@ -24,10 +24,12 @@ from torch import Tensor, nn
 from ..errors import UserError
 from .attention import NAME, register_attention
 from .losses import linear_cross_entropy
-from .ops import norm_rope, residual_rmsnorm, rmsnorm, rope, swiglu
+from .ops import geglu, norm_rope, residual_rmsnorm, rmsnorm, rope, swiglu
 
 # model_type -> prefix of its classes in transformers
 FAMILIES = {
+    "gemma": "Gemma",
+    "gemma3_text": "Gemma3",
     "llama": "Llama",
     "mistral": "Mistral",
     "phi3": "Phi3",
@@ -35,6 +37,7 @@ FAMILIES = {
     "qwen3": "Qwen3",
     "smollm3": "SmolLM3",
 }
+ACTIVATIONS = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
 _MARK = "_xtrain_replaced"  # of a module whose forward is replaced
 _ATTENTION = "_xtrain_attention"  # of a model: its attention implementation before
 
@@ -42,8 +45,8 @@ _ATTENTION = "_xtrain_attention"  # of a model: its attention implementation bef
 def apply(model: nn.Module, attention: bool = True, loss: bool = True) -> nn.Module:
     """Let a transformers model compute with xtrain's kernels; return it.
 
-    Llama and SmolLM, Qwen2, Qwen2.5 and Qwen3, Mistral, Phi-3, with or without adapters of peft, in
-    float32 or bf16.
+    Llama and SmolLM, Qwen2, Qwen2.5 and Qwen3, Mistral, Phi-3, Gemma 1 and 3 (text), with or
+    without adapters of peft, in float32 or bf16.
     attention: also its attention. Without: as it was loaded, for example for head widths that the
         kernels do not have, or padded prompts next to a KV cache.
     loss: also head and loss; then the output of a call with labels has no logits.
@@ -51,8 +54,8 @@ def apply(model: nn.Module, attention: bool = True, loss: bool = True) -> nn.Mod
     Raises UserError for another model, and for one with replaced forwards.
     """
     root = _pretrained(model)
-    family = root.config.model_type
-    prefix = FAMILIES[family]
+    prefix = FAMILIES[root.config.model_type]
+    family = prefix.lower()  # the folder in transformers.models
     if hasattr(root, _ATTENTION):
         raise UserError("this model has xtrain's kernels already: call revert(model) first")
     replaced = _replacements(prefix)
@@ -186,40 +189,68 @@ def _replacements(prefix: str) -> dict[str, Callable]:
         f"{prefix}MLP": _mlp_forward,
         f"{prefix}DecoderLayer": _layer_forward,
     }
-    if prefix == "Qwen3":
-        found["Qwen3Attention"] = _qk_norm_attention_forward
+    if prefix in ("Qwen3", "Gemma3"):
+        found[f"{prefix}Attention"] = _qk_norm_attention_forward
     if prefix == "Phi3":
         found["Phi3MLP"] = _packed_mlp_forward
+    if prefix == "Gemma3":
+        found["Gemma3DecoderLayer"] = _sandwich_layer_forward
     return found
 
 
 # ----------------------------------------------------------------------------- the new forwards
+def _parameters(norm: Any) -> tuple[Tensor, float]:
+    """Return the factors of a norm, and its epsilon. Gemma's factors are 1 + weight, in float32."""
+    if type(norm).__name__.startswith("Gemma"):
+        return 1.0 + norm.weight.float(), norm.eps
+    return norm.weight, norm.variance_epsilon
+
+
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    return rmsnorm(hidden_states, self.weight, self.variance_epsilon)
+    return rmsnorm(hidden_states, *_parameters(self))
+
+
+def _activation(mlp: Any, module: nn.Module) -> Callable | None:
+    """Return the op for the activation of an MLP, which this module computes; None without one."""
+    name = getattr(mlp.config, "hidden_act", None) or mlp.config.hidden_activation
+    return None if _has_hooks(module) else ACTIVATIONS.get(name)
 
 
 def _mlp_forward(self: Any, x: Tensor) -> Tensor:
-    if self.config.hidden_act != "silu" or _has_hooks(self.act_fn):
+    gated = _activation(self, self.act_fn)
+    if gated is None:
         return type(self).forward(self, x)
-    return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+    return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
 
 
 def _packed_mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    if self.config.hidden_act != "silu" or _has_hooks(self.activation_fn):
+    gated = _activation(self, self.activation_fn)
+    if gated is None:
         return type(self).forward(self, hidden_states)
-    return self.down_proj(swiglu(self.gate_up_proj(hidden_states)))
+    return self.down_proj(gated(self.gate_up_proj(hidden_states)))
 
 
 def _layer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    norm = self.post_attention_layernorm
     r = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
     r = getattr(self, "resid_attn_dropout", _unchanged)(r)  # Phi-3's
-    if _is_plain_norm(norm):
-        h, y = residual_rmsnorm(hidden_states, r, norm.weight, norm.variance_epsilon)
-    else:
-        h = hidden_states + r
-        y = norm(h)
+    h, y = _add_and_norm(hidden_states, r, self.post_attention_layernorm)
     return h + getattr(self, "resid_mlp_dropout", _unchanged)(self.mlp(y))
+
+
+def _sandwich_layer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """Gemma 3 has a norm on both sides of a branch."""
+    r = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
+    r = self.post_attention_layernorm(r)
+    h, y = _add_and_norm(hidden_states, r, self.pre_feedforward_layernorm)
+    return h + self.post_feedforward_layernorm(self.mlp(y))
+
+
+def _add_and_norm(x: Tensor, r: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+    """Return h = x + r and norm(h)."""
+    if _is_plain_norm(norm):
+        return residual_rmsnorm(x, r, *_parameters(norm))
+    h = x + r
+    return h, norm(h)
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -236,8 +267,8 @@ def _qk_norm_attention_forward(
     for product, norm in ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm)):
         x = product(hidden_states).view(shape)
         if _is_plain_norm(norm):
-            eps = norm.variance_epsilon
-            y = norm_rope(_as_sequences(x, cos), norm.weight, cos, sin, eps)
+            weight, eps = _parameters(norm)
+            y = norm_rope(_as_sequences(x, cos), weight, cos, sin, eps)
         else:
             y = rope(_as_sequences(norm(x), cos), cos, sin)
         turned.append(y.view(x.shape))
@@ -257,11 +288,13 @@ def _qk_norm_attention_forward(
     return self.o_proj(o.reshape(*hidden_states.shape[:-1], -1)), weights
 
 
-def _rotary_forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+def _rotary_forward(
+    self: Any, x: Tensor, position_ids: Tensor, *layer_type: str
+) -> tuple[Tensor, Tensor]:
     """Return cos and sin (P, R) float32, one row per token, or per position if all rows of the
     batch have the same. _dispatch_rope tells them from tables of transformers by their axes."""
     like = torch.empty(0, dtype=torch.float32, device=x.device)
-    cos, sin = type(self).forward(self, like, position_ids)
+    cos, sin = type(self).forward(self, like, position_ids, *layer_type)
     R = cos.shape[-1] // 2
     cos, sin = (table[..., :R].reshape(-1, R).contiguous() for table in (cos, sin))
     return cos, sin
@@ -309,6 +342,7 @@ def _causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     head = self.lm_head
     plain = type(head) is nn.Linear and head.bias is None and self.loss_function is ForCausalLMLoss
     plain = plain and kwargs.get("ignore_index", -100) == -100
+    plain = plain and getattr(self.config, "final_logit_softcapping", None) is None  # Gemma 3's
     if kwargs.get("labels") is None or not plain or not _is_plain(head):
         return type(self).forward(self, *args, **kwargs)
     labels = kwargs.pop("labels")

@@ -7,6 +7,7 @@ the NumPy references of xtrain/kernels run, which are deterministic and accept f
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from ..kernels import rmsnorm as _rmsnorm
 from ..kernels import rope as _rope
 from ..kernels import silu_mul as _silu_mul
 from ..kernels import swiglu as _swiglu
-from ..kernels.runtime.launch import empty, empty_like, zeros
+from ..kernels.runtime.launch import check, empty, empty_like, zeros
 from .register import call, register_op
 
 
@@ -44,10 +45,26 @@ def new_like(like: Tensor, shape, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
-def check_axes(op: str, name: str, x: Tensor, count: int) -> None:
+# These take tensors, and arrays: launchers and fake implementations call them, so a wrong shape is
+# an error under torch.compile and on the device "meta" too. Lengths may be torch's symbols.
+def check_axes(op: str, name: str, x: Any, count: int) -> None:
     """Raise ValueError for a tensor with fewer axes than an op needs."""
-    if x.dim() < count:
-        raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected at least {count} axes")
+    if len(x.shape) < count:
+        axes = "1 axis" if count == 1 else f"{count} axes"
+        raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected at least {axes}")
+
+
+def check_shape(op: str, name: str, x: Any, shape: Sequence[Any]) -> None:
+    """Raise ValueError for another shape; None allows any length."""
+
+    def message():
+        expected = ", ".join("any" if n is None else str(n) for n in shape)
+        return f"{op}: {name} has shape {tuple(x.shape)}, expected ({expected})"
+
+    torch._check_value(len(x.shape) == len(shape), message)
+    for m, n in zip(x.shape, shape):
+        if n is not None:
+            torch._check_value(m == n, message)
 
 
 def rows_of(x: Any) -> Any:
@@ -65,7 +82,18 @@ def _statistics(x):
 # ----------------------------------------------------------------------------- norms
 # The launchers take rows, the ops any leading axes: a reshape of arrays costs less than one of
 # tensors, which autograd records.
+def _check_norm(op, x, weight):
+    check_axes(op, "x", x, 1)
+    check_shape(op, "weight", weight, x.shape[-1:])
+
+
+def _rmsnorm_fake(x, weight, eps):
+    _check_norm("rmsnorm", x, weight)
+    return new_like(x, x.shape), _statistics(x)
+
+
 def _rmsnorm_forward(x, weight, eps):
+    _check_norm("rmsnorm", x, weight)
     y, rstd = _rmsnorm.rmsnorm_fwd(rows_of(x), weight, eps)
     return y.reshape(x.shape), rstd
 
@@ -84,7 +112,7 @@ _rmsnorm_backward_op = register_op(
 _rmsnorm_op = register_op(
     "xtrain::rmsnorm(Tensor x, Tensor weight, float eps) -> (Tensor y, Tensor rstd)",
     _rmsnorm_forward,
-    fake=lambda x, weight, eps: (new_like(x, x.shape), _statistics(x)),
+    fake=_rmsnorm_fake,
     backward=_rmsnorm_backward_op,
 )
 
@@ -97,7 +125,18 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return call(_rmsnorm_op, x, weight, eps)[0]
 
 
+def _check_residual(x, r, weight):
+    _check_norm("residual_rmsnorm", x, weight)
+    check_shape("residual_rmsnorm", "r", r, x.shape)
+
+
+def _residual_fake(x, r, weight, eps):
+    _check_residual(x, r, weight)
+    return new_like(x, x.shape), new_like(r, x.shape), _statistics(x)
+
+
 def _residual_forward(x, r, weight, eps):
+    _check_residual(x, r, weight)
     h, y, rstd = _residual.residual_rmsnorm_fwd(rows_of(x), rows_of(r), weight, eps)
     return h.reshape(x.shape), y.reshape(r.shape), rstd
 
@@ -121,7 +160,7 @@ _residual_op = register_op(
     "xtrain::residual_rmsnorm(Tensor x, Tensor r, Tensor weight, float eps)"
     " -> (Tensor h, Tensor y, Tensor rstd)",
     _residual_forward,
-    fake=lambda x, r, weight, eps: (new_like(x, x.shape), new_like(r, x.shape), _statistics(x)),
+    fake=_residual_fake,
     backward=_residual_backward_op,
     gradients={"r": "dx"},
 )
@@ -138,30 +177,63 @@ def residual_rmsnorm(
     return h, y
 
 
-# ----------------------------------------------------------------------------- SwiGLU
-def _swiglu_forward(gu):
-    y = _swiglu.swiglu_fwd(rows_of(gu))
+# ----------------------------------------------------------------------------- SwiGLU, GeGLU
+def _name(gelu):
+    return "geglu" if gelu else "swiglu"
+
+
+def _silu_mul_fake(gate, up, gelu):
+    check_shape(_name(gelu), "up", up, gate.shape)
+    return new_like(gate, gate.shape)
+
+
+def _silu_mul_forward(gate, up, gelu):
+    check_shape(_name(gelu), "up", up, gate.shape)
+    return _silu_mul.silu_mul_fwd(gate, up, gelu)
+
+
+def _check_packed(gu, gelu):
+    check_axes(_name(gelu), "gate", gu, 1)
+    columns = gu.shape[-1]
+    torch._check_value(
+        columns % 2 == 0,
+        lambda: f"{_name(gelu)}: gate has {columns} columns, expected gate and up of equal width",
+    )
+
+
+def _swiglu_fake(gu, gelu):
+    _check_packed(gu, gelu)
+    return new_like(gu, (*gu.shape[:-1], gu.shape[-1] // 2))
+
+
+def _swiglu_forward(gu, gelu):
+    _check_packed(gu, gelu)
+    y = _swiglu.swiglu_fwd(rows_of(gu), gelu)
     return y.reshape(*gu.shape[:-1], y.shape[1])
 
 
+def _swiglu_backward(dy, gu, gelu):
+    return _swiglu.swiglu_bwd(rows_of(dy), rows_of(gu), gelu=gelu).reshape(gu.shape)
+
+
 _silu_mul_backward_op = register_op(
-    "xtrain::silu_mul_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor dgate, Tensor dup)",
+    "xtrain::silu_mul_backward(Tensor dy, Tensor gate, Tensor up, bool gelu)"
+    " -> (Tensor dgate, Tensor dup)",
     _silu_mul.silu_mul_bwd,
 )
 _silu_mul_op = register_op(
-    "xtrain::silu_mul(Tensor gate, Tensor up) -> Tensor y",
-    _silu_mul.silu_mul_fwd,
-    fake=lambda gate, up: new_like(gate, gate.shape),
+    "xtrain::silu_mul(Tensor gate, Tensor up, bool gelu) -> Tensor y",
+    _silu_mul_forward,
+    fake=_silu_mul_fake,
     backward=_silu_mul_backward_op,
 )
 _swiglu_backward_op = register_op(
-    "xtrain::swiglu_backward(Tensor dy, Tensor gu) -> Tensor dgu",
-    lambda dy, gu: _swiglu.swiglu_bwd(rows_of(dy), rows_of(gu)).reshape(gu.shape),
+    "xtrain::swiglu_backward(Tensor dy, Tensor gu, bool gelu) -> Tensor dgu", _swiglu_backward
 )
 _swiglu_op = register_op(
-    "xtrain::swiglu(Tensor gu) -> Tensor y",
+    "xtrain::swiglu(Tensor gu, bool gelu) -> Tensor y",
     _swiglu_forward,
-    fake=lambda gu: new_like(gu, (*gu.shape[:-1], gu.shape[-1] // 2)),
+    fake=_swiglu_fake,
     backward=_swiglu_backward_op,
 )
 
@@ -173,11 +245,40 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     first F columns and up in the others.
     """
     if up is not None:
-        return call(_silu_mul_op, gate, up)
-    return call(_swiglu_op, gate)
+        return call(_silu_mul_op, gate, up, False)
+    return call(_swiglu_op, gate, False)
+
+
+def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Return gelu(gate) up, the GELU with tanh. Arguments as in swiglu."""
+    if up is not None:
+        return call(_silu_mul_op, gate, up, True)
+    return call(_swiglu_op, gate, True)
 
 
 # ----------------------------------------------------------------------------- RoPE
+def _check_tables(op, D, N, cos, sin, positions, T):
+    """Raise ValueError for tables and positions that do not fit N tokens with heads of D."""
+    torch._check_value(D % 2 == 0, lambda: f"{op}: heads of {D} channels, expected an even number")
+    check_shape(op, "cos", cos, (None, D // 2))
+    check_shape(op, "sin", sin, cos.shape)
+    if positions is not None:
+        check_shape(op, "positions", positions, (N,))
+    else:
+        P = cos.shape[0]
+        torch._check_value(T <= P, lambda: f"{op}: T = {T} positions, the tables hold {P}")
+
+
+def _rope_fake(x, cos, sin, positions, T):
+    _check_tables("rope", x.shape[-1], math.prod(x.shape[:-2]), cos, sin, positions, T)
+    return new_like(x, x.shape)
+
+
+def _rope_forward(x, cos, sin, positions, T):
+    _check_tables("rope", x.shape[-1], math.prod(x.shape[:-2]), cos, sin, positions, T)
+    return _rotate(_rope.rope_fwd, x, cos, sin, positions, T)
+
+
 def _rotate(launcher, x, cos, sin, positions, T):
     heads = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     return launcher(heads, cos, sin, positions, T).reshape(x.shape)
@@ -191,8 +292,8 @@ _rope_backward_op = register_op(
 )
 _rope_op = register_op(
     f"xtrain::rope(Tensor x, {_ROPE}) -> Tensor y",
-    functools.partial(_rotate, _rope.rope_fwd),
-    fake=lambda x, *tables: new_like(x, x.shape),
+    _rope_forward,
+    fake=_rope_fake,
     backward=_rope_backward_op,
 )
 
@@ -211,7 +312,20 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -
     return call(_rope_op, x, cos, sin, positions, T)
 
 
+def _check_qk(qkv, q_weight, k_weight, cos, sin, positions, H, G, T):
+    op = "qk_norm_rope"
+    check_shape(op, "cos", cos, (None, None))
+    D = 2 * cos.shape[1]
+    check_shape(op, "qkv", qkv, (None, (H + 2 * G) * D))
+    _check_tables(op, D, qkv.shape[0], cos, sin, positions, T)
+    check((q_weight is None) == (k_weight is None), f"{op}: give both norm weights or none")
+    if q_weight is not None:
+        check_shape(op, "q_weight", q_weight, (D,))
+        check_shape(op, "k_weight", k_weight, (D,))
+
+
 def _qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, H, G, T, eps):
+    _check_qk(qkv, q_weight, k_weight, cos, sin, positions, H, G, T)
     arguments = (qkv, q_weight, k_weight, cos, sin, H, G, T, eps, positions)
     q, k, values, rstd = _qk_norm_rope.qk_norm_rope_fwd(*arguments)
     v = empty(qkv, values.shape)  # a result of an op is no part of an argument
@@ -251,6 +365,7 @@ def _weight_or_nothing(qkv, weight):
 
 
 def _qk_norm_rope_fake(qkv, q_weight, k_weight, cos, sin, positions, H, G, T, eps):
+    _check_qk(qkv, q_weight, k_weight, cos, sin, positions, H, G, T)
     N = qkv.shape[0]
     D = 2 * cos.shape[1]
     heads = [new_like(qkv, (N, n, D)) for n in (H, G, G)]
@@ -293,8 +408,21 @@ def qk_norm_rope(
     return tuple(x.view(*outer, T, *x.shape[1:]) for x in (q, k, v))
 
 
+def _check_norm_rope(x, weight, cos, sin, positions, T):
+    D = x.shape[-1]
+    check_shape("norm_rope", "weight", weight, (D,))
+    _check_tables("norm_rope", D, math.prod(x.shape[:-2]), cos, sin, positions, T)
+
+
+def _norm_rope_fake(x, weight, cos, sin, positions, T, eps):
+    _check_norm_rope(x, weight, cos, sin, positions, T)
+    statistics = new_like(x, (math.prod(x.shape[:-2]), x.shape[-2]), wide(x))
+    return new_like(x, x.shape), statistics
+
+
 def _norm_rope_forward(x, weight, cos, sin, positions, T, eps):
     """The heads of one tensor are the query heads of a packed product without keys."""
+    _check_norm_rope(x, weight, cos, sin, positions, T)
     H, D = x.shape[-2:]
     rows = x.reshape(math.prod(x.shape[:-2]), H * D)
     arguments = (rows, weight, weight, cos, sin, H, 0, T, eps, positions)
@@ -324,10 +452,7 @@ _norm_rope_backward_op = register_op(
 _norm_rope_op = register_op(
     f"xtrain::norm_rope(Tensor x, Tensor weight, {_ROPE}, float eps) -> (Tensor y, Tensor rstd)",
     _norm_rope_forward,
-    fake=lambda x, weight, cos, sin, positions, T, eps: (
-        new_like(x, x.shape),
-        new_like(x, (math.prod(x.shape[:-2]), x.shape[-2]), wide(x)),
-    ),
+    fake=_norm_rope_fake,
     backward=_norm_rope_backward_op,
 )
 
@@ -352,6 +477,16 @@ def norm_rope(
 
 
 # ----------------------------------------------------------------------------- embedding
+def _embedding_fake(ids, weight):
+    check_shape("embedding", "weight", weight, (None, None))
+    return new_like(weight, (ids.shape[0], weight.shape[1]))
+
+
+def _embedding_forward(ids, weight):
+    check_shape("embedding", "weight", weight, (None, None))
+    return _embedding.embedding_fwd(ids, weight)
+
+
 def _embedding_backward(dy, ids, weight):
     dweight = zeros(dy, weight.shape, weight.dtype)
     _embedding.embedding_bwd(dy, ids, dweight)
@@ -364,8 +499,8 @@ _embedding_backward_op = register_op(
 )
 _embedding_op = register_op(
     "xtrain::embedding(Tensor ids, Tensor weight) -> Tensor y",
-    _embedding.embedding_fwd,
-    fake=lambda ids, weight: new_like(weight, (ids.shape[0], weight.shape[1])),
+    _embedding_forward,
+    fake=_embedding_fake,
     backward=_embedding_backward_op,
 )
 

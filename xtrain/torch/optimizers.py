@@ -68,6 +68,14 @@ _muon_op = register_op(
 )
 
 
+def _in_order_of_memory(row):
+    """Return the tensors of a parameter with its axes in the order of its memory: contiguous views
+    of a matrix that is transposed, or of weights in channels_last."""
+    strides = row[0].stride()
+    order = sorted(range(len(strides)), key=lambda axis: -strides[axis])
+    return tuple([x.permute(order) for x in row])
+
+
 class _Optimizer(torch.optim.Optimizer):
     """What both have in common: options, the state of a parameter, a group's tensors as lists."""
 
@@ -98,13 +106,21 @@ class _Optimizer(torch.optim.Optimizer):
         return type(self).__name__
 
     def state_of(self, p: Tensor) -> dict[str, Any]:
-        """Return the state of a parameter, which is made when it first has a gradient."""
+        """Return the state of a parameter, which is made when it first has a gradient.
+
+        Its tensors have the parameter's layout in memory.
+        """
         state = self.state[p]
         for name in self.moments:
             if name not in state:
                 state[name] = torch.zeros_like(p, dtype=torch.float32)
         if p.dtype == torch.bfloat16 and "weight" not in state:
             state["weight"] = p.detach().float()
+        for name, x in state.items():
+            if not isinstance(x, Tensor) or (x.is_contiguous() and p.is_contiguous()):
+                continue
+            if x.stride() != p.stride():  # it was read from a file
+                state[name] = torch.empty_like(p, dtype=torch.float32).copy_(x)
         return state
 
     def updated(self, params: Iterable[Tensor]) -> list[Tensor]:
@@ -135,8 +151,11 @@ class _Optimizer(torch.optim.Optimizer):
             state = self.state_of(p)
             weight = state["weight"] if p.dtype == torch.bfloat16 else p
             row = (p, weight, p.grad, *[state[name] for name in self.moments])
+            row = tuple([x.to_local() if hasattr(x, "to_local") else x for x in row])
+            if not row[0].is_contiguous():
+                row = _in_order_of_memory(row)
             for column, x in zip(columns, row):
-                column.append(x.to_local() if hasattr(x, "to_local") else x)
+                column.append(x)
         return columns
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -250,7 +269,7 @@ class Muon(_Optimizer):
         """Update matrices of a group, those of one shape and GPU together."""
         together: dict[tuple, list[Tensor]] = {}
         for p in params:
-            together.setdefault((p.shape, p.device), []).append(p)
+            together.setdefault((p.shape, p.device, p.is_contiguous()), []).append(p)
         for some in together.values():
             tensors = self.tensors(some)
             hyper = hyper_on(tensors, group["lr"], 0.0, 0.0, 1)  # it reads the learning rate

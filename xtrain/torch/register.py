@@ -117,7 +117,8 @@ def register_op(
         formula, setup = _formula(op, backward, gradients or {})
     torch.library.register_autograd(qualified, formula, setup_context=setup, lib=library)
     kinds = tuple([_kinds(str(a.type)) for a in arguments])
-    _direct[op] = _Direct(run, _function(name, run, setup, formula), kinds)
+    transformed = _transformed(op, setup, formula)
+    _direct[op] = _Direct(run, _function(name, run, setup, formula), transformed, kinds)
     return op
 
 
@@ -133,11 +134,12 @@ def call(op: Any, *arguments: Any) -> Any:
         raise TypeError(f"call: {op} is not an op of register_op: call it as torch does")
     if forward_ad._current_level >= 0:
         _check_tangents(op, arguments)
+    if _are_functorch_transforms_active() and not is_compiling():
+        return direct.transformed.apply(*arguments)
     if (
         is_compiling()
         or _get_tracing_state()
         or _len_torch_dispatch_stack()
-        or _are_functorch_transforms_active()
         or len(arguments) != len(direct.kinds)
     ):
         return op(*arguments)
@@ -166,6 +168,7 @@ class _Direct:
 
     run: Callable
     function: Any  # torch.autograd.Function
+    transformed: Any  # the same for torch.func, which cannot differentiate an op of torch.library
     kinds: tuple[frozenset, ...]  # the types of each argument
 
 
@@ -203,6 +206,36 @@ def _function(name, run, setup, formula):
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(formula)}
     return type(name, (torch.autograd.Function,), methods)
+
+
+def _transformed(op, setup, formula):
+    """Return the autograd.Function for the transforms of torch.func: grad, vjp, vmap, jacrev."""
+
+    def vmap(info, in_dims, *arguments):
+        """Call it for each of the batch: a launcher does not know the axis."""
+        rows = []
+        for i in range(info.batch_size):
+            given = [
+                a if axis is None else a.select(axis, i) for a, axis in zip(arguments, in_dims)
+            ]
+            rows.append(transformed.apply(*given))
+        if isinstance(rows[0], tuple):
+            return tuple([torch.stack(row) for row in zip(*rows)]), (0,) * len(rows[0])
+        return torch.stack(rows), 0
+
+    def backward(ctx, *grads):
+        """In copies: a vjp may be called again, and the formula may work in place."""
+        saved = [None if x is None else x.clone() for x in ctx.saved_tensors]
+        return formula(ctx, *grads, saved=saved)
+
+    methods = {
+        "forward": staticmethod(lambda *arguments: op(*arguments)),
+        "setup_context": staticmethod(setup or (lambda ctx, arguments, results: None)),
+        "backward": staticmethod(backward),
+        "vmap": staticmethod(vmap),
+    }
+    transformed = type(op._schema.name, (torch.autograd.Function,), methods)
+    return transformed
 
 
 def _implementation(qualified, compute, count, gradient_of):
@@ -304,7 +337,7 @@ def _refuse(qualified):
     else:
         reason = "has no gradient: call it inside torch.no_grad(), or on x.detach()"
 
-    def formula(ctx, *grads):
+    def formula(ctx, *grads, saved=None):
         raise RuntimeError(f"{qualified} {reason}")
 
     return formula
@@ -350,7 +383,7 @@ def _formula(op, backward, gradients):
         if len(given) > 1:  # one of them may be missing
             ctx.layouts = [(found[k].shape, found[k].dtype, found[k].device) for k in outputs]
 
-    def formula(ctx, *grads):
+    def formula(ctx, *grads, saved=None):
         values = [grads[k] for k in outputs]
         missing = [i for i, g in enumerate(values) if g is None]
         if len(missing) == len(values):
@@ -359,7 +392,7 @@ def _formula(op, backward, gradients):
             if given[i] not in optional:
                 shape, dtype, device = ctx.layouts[i]
                 values[i] = torch.zeros(shape, dtype=dtype, device=device)
-        values += ctx.saved_tensors
+        values += ctx.saved_tensors if saved is None else saved
         values += ctx.others
         found = compute(*[values[i] for i in order])
         if complete:
@@ -388,12 +421,19 @@ def _backward_names(op, backward, gradients):
         names = list(inspect.signature(backward).parameters)
 
         def compute_checked(*values):
+            if _are_functorch_transforms_active():  # which always differentiate with create_graph
+                return once.apply(*values)
             tensors = [x for x in values if isinstance(x, Tensor)]
             if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-                raise RuntimeError(
-                    f"{op._schema.name} has no second derivative: call backward without "
-                    "create_graph"
-                )
+                refuse(None)
+            return compute_gradients(*values)
+
+        def refuse(ctx, *grads):
+            raise RuntimeError(
+                f"{op._schema.name} has no second derivative: call backward without create_graph"
+            )
+
+        def compute_gradients(*values):
             found = backward(*values)
             if not isinstance(found, dict) or not found.keys() <= set(inputs):
                 given = list(found) if isinstance(found, dict) else type(found).__name__
@@ -403,6 +443,13 @@ def _backward_names(op, backward, gradients):
                 )
             return tuple([found.get(name) for name in inputs])
 
+        methods = {
+            "forward": staticmethod(compute_gradients),
+            "setup_context": staticmethod(lambda ctx, inputs, output: None),
+            "backward": staticmethod(refuse),
+            "generate_vmap_rule": True,
+        }
+        once = type(op._schema.name, (torch.autograd.Function,), methods)
         return names, (), compute_checked, False
     arguments = backward._schema.arguments
     names = [a.name for a in arguments]

@@ -58,3 +58,13 @@ def test_counters_in_a_graph_are_those_that_are_kept(gpu):
     ):
         found = in_threads(work)
         assert len(kept) == 1 and all(zeros is found[0] for zeros in found) and not found[0].any()
+
+
+def test_arrays_of_numpy_are_refused():
+    """The simulator takes SimArrays, the GPU CuPy's arrays."""
+    x = np.ones((1, 64, 1, 64), np.float32)
+    message = r"^{}: got an array of NumPy, expected one on a GPU: in the simulator, give"
+    with pytest.raises(TypeError, match=message.format("tensor_maps")):
+        tma.tensor_maps((x, 64))
+    with pytest.raises(TypeError, match=message.format("zero_counters")):
+        last_block.zero_counters(x, 1, "kernel")

@@ -15,7 +15,7 @@ from ...simulator import SimArray, sim
 from ..runtime.compiler import cuda, int32
 from ..runtime.instead import instead
 from .ptx import atomic_add_acq_rel, device
-from .tma import upload
+from .tma import check_device, upload
 
 # (device, stream of the launch or the capture, name, size) -> zeros; every launch restores the
 # zeros. Never freed, because CUDA graphs keep the address, and outside of any memory pool: in a
@@ -27,10 +27,11 @@ def zero_counters(like: Array, n: int, name: str) -> Array:
     """Return at least n zeros, int32, on the device of `like`.
 
     They are for the kernels called `name` that are launched or captured on this stream. Each of
-    them must leave zeros.
+    them must leave zeros. Raises TypeError for an array of NumPy.
     """
     if isinstance(like, SimArray):
         return sim(np.zeros(n, np.int32))
+    check_device(like, "zero_counters")
     n = max(1 << (n - 1).bit_length(), 1 << 12)
     device = like.device.id
     if instead.derive is None:

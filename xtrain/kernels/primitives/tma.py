@@ -50,6 +50,15 @@ class TensorMapSpec:
     itemsize: int  # of an element: 2 (bf16) or 4 (float32)
 
 
+def check_device(x: Array, function: str) -> None:
+    """Raise TypeError for an array of NumPy."""
+    if type(x) is np.ndarray:
+        raise TypeError(
+            f"{function}: got an array of NumPy, expected one on a GPU: in the simulator, give "
+            "xtrain.simulator.sim(x)"
+        )
+
+
 def mappable(x_BTHD: Array) -> Array:
     """Return x (B, T, H, D), or a contiguous copy if a tensor map cannot describe x.
 
@@ -68,13 +77,14 @@ def tensor_maps(*boxes: tuple[Array, int]) -> Array:
 
     boxes: pairs of x (B, T, H, D), bf16 or float32, and the rows per box, or of a float32 matrix
         and the columns per box. A box of x is 128 bytes wide.
-    Raises RuntimeError if the driver rejects a map.
+    Raises RuntimeError if the driver rejects a map, and TypeError for arrays of NumPy.
     """
     first = boxes[0][0]
     if isinstance(first, SimArray):
         described = [_spec(x, size) for x, size in boxes]
         words = [simulated_map(s.address, s.dims, s.strides, s.box, s.itemsize) for s in described]
         return np.array(words, np.uint64).reshape(-1).view(SimArray)
+    check_device(first, "tensor_maps")
     if first.device.id < 0:  # not a real device: the memory plan counts bytes
         return cupy().empty(MAP_WORDS * len(boxes), np.uint64)
     device = first.device.id
