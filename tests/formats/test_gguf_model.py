@@ -1,5 +1,6 @@
 """GGUF files as models: what xtrain and the package gguf have written is read back, weight by weight."""
 
+import io
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from test_gguf_file import CONFIGS, TEXT, export, saved
 from twins import GEMMA3, random_model, small
 
+import xtrain.chat
 import xtrain.export
 import xtrain.generate
 from xtrain.data.tokenizer import Tokenizer
@@ -124,6 +126,14 @@ def test_a_command_takes_a_file(tokenizer, tmp_path, capsys):
         assert xtrain.generate.main([*line, "--device", "cpu"]) == 0
         out.append(capsys.readouterr().out)
     assert out[0] == out[1]
+
+
+def test_chat_names_the_file(tokenizer, tmp_path, capsys, monkeypatch):
+    _, path = written(CONFIGS["llama"], tokenizer, tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    capsys.readouterr()
+    assert xtrain.chat.main(["--model", str(path), "--device", "cpu"]) == 0
+    assert capsys.readouterr().err.startswith(f"{path}; ")
 
 
 def write_gemma3(path, folder):
