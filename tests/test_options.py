@@ -130,6 +130,7 @@ def test_wrong_words_of_other_commands(capsys):
         (xtrain.generate.main, "--epochs 1", "--steps"),
         (xtrain.compare.main, "--tolerence 1", "--tolerance"),
         (xtrain.profile.main, "--layer 1", "--layers"),
+        (xtrain.finetune.main, "--num-experts 8", "the model has its shape: leave it out"),
     ):
         assert main(line.split()) == 2
         assert word in capsys.readouterr().err

@@ -23,7 +23,7 @@ from .device import resolve_device
 from .errors import UserError
 from .formats.adapters import base_folder, is_adapter, source_of
 from .formats.gguf_file import write
-from .formats.gguf_tensors import shown
+from .formats.gguf_tensors import file_of, shown
 from .formats.huggingface import save, stored_dtype
 from .formats.saved_runs import model_folder
 from .nn.model import Transformer
@@ -132,6 +132,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.dtype != "auto":
         raise UserError("--dtype is for --merge and --folder: give --type for a GGUF file")
     path = Path(options.gguf)
+    file = file_of(folder)
+    if file and file.resolve() == path.resolve():
+        raise UserError(f"{path} is the model: give another file")
     write(folder, path, options.type)
     print_text(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {options.type}, from {shown(folder)}")
     return 0

@@ -218,6 +218,18 @@ def test_a_message_names_the_file(tokenizer, tmp_path, capsys):
     assert f"{path} holds no adapters" in capsys.readouterr().err
 
 
+def test_a_folder_of_files_and_the_file_itself(tokenizer, tmp_path, capsys):
+    _, path = written(CONFIGS["qwen3"], tokenizer, tmp_path)
+    before = path.read_bytes()
+    for line, words in (
+        (["--model", str(path), "--gguf", str(path)], f"{path} is the model: give another file"),
+        (["--model", str(tmp_path), "--gguf", "b"], f"give a GGUF file in it, such as {path}"),
+    ):
+        assert xtrain.export.main(line) == 2
+        assert words in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
 def test_what_cannot_be_read_is_one_sentence(tokenizer, tmp_path):
     _, path = written(CONFIGS["qwen3"], tokenizer, tmp_path)
     whole = path.read_bytes()

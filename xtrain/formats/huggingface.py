@@ -272,7 +272,10 @@ def read_config(folder: Path) -> ModelConfig:
     """
     folder = source_of(folder, CONFIG)
     if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder} has no {CONFIG}: it is not a Hugging Face folder")
+        hint = "it is not a Hugging Face folder"
+        if one := min(folder.glob("*.gguf"), default=None):
+            hint = f"give a GGUF file in it, such as {one}"
+        raise UserError(f"{folder} has no {CONFIG}: {hint}")
     content = read_json(folder / CONFIG)
     try:
         return config_from_hf(content)
