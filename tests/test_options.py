@@ -115,6 +115,12 @@ def test_one_sentence_with_the_right_word(line, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_true_need_not_be_written():
+    read = lambda line: parse(TrainConfig, "train", arguments=line.split())
+    config = read("--expert-bias --qk-norm false --tie-embeddings")
+    assert (config.expert_bias, config.qk_norm, config.tie_embeddings) == (True, False, True)
+
+
 def test_wrong_words_of_other_commands(capsys):
     for main, line, word in (
         (xtrain.generate.main, "words", "--model is missing: give it (a Hugging Face folder"),
@@ -124,6 +130,7 @@ def test_wrong_words_of_other_commands(capsys):
         (xtrain.generate.main, "--epochs 1", "--steps"),
         (xtrain.compare.main, "--tolerence 1", "--tolerance"),
         (xtrain.profile.main, "--layer 1", "--layers"),
+        (xtrain.finetune.main, "--num-experts 8", "the model has its shape: leave it out"),
     ):
         assert main(line.split()) == 2
         assert word in capsys.readouterr().err

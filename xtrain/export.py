@@ -23,7 +23,7 @@ from .device import resolve_device
 from .errors import UserError
 from .formats.adapters import base_folder, is_adapter, source_of
 from .formats.gguf_file import write
-from .formats.gguf_tensors import shown
+from .formats.gguf_tensors import file_of, shown
 from .formats.huggingface import save, stored_dtype
 from .formats.saved_runs import model_folder
 from .nn.model import Transformer
@@ -51,7 +51,7 @@ class Options:
     # with --merge and --folder: a text like those that the model will see; the matrices are rounded
     # for it to values of the codes below, so that the model loses less with --weights of that kind
     calibrate: str = ""
-    weights: Literal["int4", "nf4"] = "int4"  # with --calibrate
+    weights: Literal["int4", "nf4"] | None = None  # with --calibrate; none: int4
     # with --gguf, of the matrices: f32 is exact, f16 rounds to 11 bits, q8_0 to 8 bits with a scale
     # for every 32 values
     type: Literal["f32", "f16", "q8_0"] = "f16"
@@ -113,8 +113,15 @@ def main(arguments: list[str] | None = None) -> int:
         )
     if options.gguf and options.calibrate:
         raise UserError("--calibrate is for --merge and --folder: leave it out with --gguf")
+    if options.weights and not options.calibrate:
+        raise UserError(
+            f"--weights {options.weights} is for --calibrate TEXT: give both, or leave it out and "
+            "give it to `xtrain serve`, which rounds the matrices"
+        )
     if not options.gguf:
-        calibration = (options.calibrate, options.weights) if options.calibrate else None
+        calibration = None
+        if options.calibrate:
+            calibration = options.calibrate, options.weights or "int4"
         out = Path(outputs[0])
         dtype = write_folder(folder, out, options.dtype, options.change, calibration)
         merged = ""
@@ -125,6 +132,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.dtype != "auto":
         raise UserError("--dtype is for --merge and --folder: give --type for a GGUF file")
     path = Path(options.gguf)
+    file = file_of(folder)
+    if file and file.resolve() == path.resolve():
+        raise UserError(f"{path} is the model: give another file")
     write(folder, path, options.type)
     print_text(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {options.type}, from {shown(folder)}")
     return 0

@@ -133,6 +133,11 @@ HINTS = {  # options that xtrain does not have -> what to do
     "tokenizer": "the model has one: leave it out",
     "vocab-size": "the model's tokenizer decides it: leave it out",
     "preset": "the model has its shape: leave it out",
+    **dict.fromkeys(
+        ("layers", "dim", "heads", "kv-heads", "head-dim", "hidden-dim", "experts", "expert-bias",
+         "experts-per-token", "expert-hidden-dim", "qk-norm", "tie-embeddings"),
+        "the model has its shape: leave it out",
+    ),
     "graph": "CUDA graphs are used where they can be: leave it out",
     "stream-output": "use --stream",
     "load-in-8bit": "use --weights int8",

@@ -123,6 +123,8 @@ def _texts(option: Option, after_name: str | None, remaining: list[str]) -> list
         n += 1
     if option.values != "all":
         n = min(n, 1)
+    if n == 0 and option.kind is bool:
+        return ["true"]  # --expert-bias alone
     if n == 0 and (option.values != "all" or option.name in PATHS):
         how = "give one, or omit the option"
         if remaining and re.match("-[^-]", remaining[0]):

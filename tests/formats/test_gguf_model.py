@@ -1,5 +1,6 @@
 """GGUF files as models: what xtrain and the package gguf have written is read back, weight by weight."""
 
+import io
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from test_gguf_file import CONFIGS, TEXT, export, saved
 from twins import GEMMA3, random_model, small
 
+import xtrain.chat
 import xtrain.export
 import xtrain.generate
 from xtrain.data.tokenizer import Tokenizer
@@ -126,6 +128,14 @@ def test_a_command_takes_a_file(tokenizer, tmp_path, capsys):
     assert out[0] == out[1]
 
 
+def test_chat_names_the_file(tokenizer, tmp_path, capsys, monkeypatch):
+    _, path = written(CONFIGS["llama"], tokenizer, tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    capsys.readouterr()
+    assert xtrain.chat.main(["--model", str(path), "--device", "cpu"]) == 0
+    assert capsys.readouterr().err.startswith(f"{path}; ")
+
+
 def write_gemma3(path, folder):
     """Write a folder's model as llama.cpp does: 1 + w of each norm, tokens with scores, few keys."""
     config, stored = open_weights(folder)
@@ -206,6 +216,18 @@ def test_a_message_names_the_file(tokenizer, tmp_path, capsys):
     _, path = written(CONFIGS["qwen3"], tokenizer, tmp_path)
     assert xtrain.export.main(["--model", str(path), "--merge", str(tmp_path / "x")]) == 2
     assert f"{path} holds no adapters" in capsys.readouterr().err
+
+
+def test_a_folder_of_files_and_the_file_itself(tokenizer, tmp_path, capsys):
+    _, path = written(CONFIGS["qwen3"], tokenizer, tmp_path)
+    before = path.read_bytes()
+    for line, words in (
+        (["--model", str(path), "--gguf", str(path)], f"{path} is the model: give another file"),
+        (["--model", str(tmp_path), "--gguf", "b"], f"give a GGUF file in it, such as {path}"),
+    ):
+        assert xtrain.export.main(line) == 2
+        assert words in capsys.readouterr().err
+    assert path.read_bytes() == before
 
 
 def test_what_cannot_be_read_is_one_sentence(tokenizer, tmp_path):

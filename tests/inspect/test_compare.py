@@ -7,7 +7,9 @@ import pytest
 from twins import DEVICE, batch, random_model, set_weights, small, twin
 
 from xtrain.compare import main as compare_main
+from xtrain.data.tokenizer import Tokenizer
 from xtrain.device import to_numpy
+from xtrain.export import main as export
 from xtrain.inspect import compare
 
 
@@ -32,6 +34,21 @@ def test_agreement(folder, capsys):
     assert [line.split("  ")[0].strip() for line in out.splitlines()[1:-1]] == STAGES
     assert "NO" not in out
     assert f"2 x 32 tokens, xtrain ({DEVICE}) and transformers: no stage differs by more" in out
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_experts_of_an_odd_width(kind, tmp_path, capsys):
+    """transformers reads a GGUF file by itself; its grouped products refuse such widths."""
+    config = small(n_experts=3, experts_per_token=2, expert_hidden_dim=7, vocab_size=300)
+    model = tmp_path / "model"
+    random_model(config).save_pretrained(model, Tokenizer.train(["the quick fox " * 9], 300))
+    if kind == "gguf":
+        pytest.importorskip("gguf")
+        path = tmp_path / "a.gguf"
+        assert export(["--model", str(model), "--gguf", str(path), "--type", "f32"]) == 0
+        model = path
+    assert compare_main([str(model)]) == 0
+    assert "no stage differs" in capsys.readouterr().out
 
 
 def test_given_ids_and_a_tolerance_that_nothing_meets(folder, capsys):

@@ -286,6 +286,9 @@ def test_the_command(tmp_path, capsys):
     few.write_text("x", encoding="utf-8")
     assert export([*line[:-1], str(few)]) == 2
     assert "--calibrate needs at least" in capsys.readouterr().err
+    for where in (["--folder", str(tmp_path / "b")], ["--gguf", str(tmp_path / "b.gguf")]):
+        assert export([*line[:2], *where, "--weights", "int4"]) == 2
+        assert "--weights int4 is for --calibrate TEXT: give both" in capsys.readouterr().err
     found = []
     for model, weights in ((folder, "full"), (out, "full"), (out, "int4")):
         options = Options(

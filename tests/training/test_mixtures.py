@@ -94,3 +94,15 @@ def test_a_run_moves_the_biases_of_its_routers(tmp_path, cache):
     for layer in model.model.layers:
         bias = layer.mlp.bias.data
         assert np.abs(bias).max() >= 0.25 and (bias * 4 % 1 == 0).all(), bias
+    larger = Transformer.from_pretrained(folder, vocab_size=model.config.vocab_size + 2)
+    assert larger.config.vocab_size == model.config.vocab_size + 2
+    ids = np.arange(8).reshape(1, 8)
+    np.testing.assert_allclose(larger(ids).numpy()[..., :-2], model(ids).numpy(), rtol=0, atol=1e-5)
+
+
+def test_how_to_use_a_model_that_only_xtrain_has(tmp_path, cache):
+    """With --expert-bias it is built from config.json."""
+    text = io.StringIO()
+    folder = run(tmp_path, Console(file=text, width=200), steps=2, experts=3, expert_bias=True)
+    assert f"xtrain.generate --model {folder} " in text.getvalue()
+    assert "build the model again" not in text.getvalue()

@@ -8,6 +8,7 @@ import torch
 import twins
 from checks import rng, to_host
 from runs import SILENT, assert_same_run, metrics
+from safetensors.numpy import load_file, save_file
 
 from xtrain import Transformer
 from xtrain.data.tokenizer import Tokenizer
@@ -183,6 +184,48 @@ def test_ranks_and_targets(folders):
         UserError, match=r"experts of model\.layers\.0\.mlp would have .* on up_proj"
     ):
         refused.adapt(Lora(R, 5.0, ("up_proj",), rank_pattern={r"experts\.1\.up_proj": 1}))
+
+
+def keep_adapters(folder, kept):
+    """Remove the adapters in a folder whose names lack `kept`."""
+    path = folder / "adapter_model.safetensors"
+    tensors = {name: x for name, x in load_file(path).items() if kept in name}
+    assert tensors
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_adapters_on_some_layers_are_trained_further(folders, tmp_path, kind):
+    folder = folders[kind]
+    adapted(folder, Lora(R, 5.0, TARGETS, str(folder))).save_pretrained(tmp_path)
+    keep_adapters(tmp_path, ".layers.1.")
+    lora = Lora.read(tmp_path)
+    model = AdaptedTransformer.from_pretrained(folder, twins.DEVICE, trainable=False)
+    model.adapt(lora)
+    model.load_weights(tmp_path)
+    assert {name.split(".")[2] for name, _ in model.named_parameters()} == {"1"}
+    ids, targets = twins.batch(model.config, 2, 9)
+    expected = Transformer.from_pretrained(tmp_path, twins.DEVICE)(ids).numpy()
+    np.testing.assert_allclose(model(ids).numpy(), expected, atol=2e-4)
+    model.loss(ids, targets).backward()
+    for name, tensor in model.named_parameters():
+        assert np.abs(to_host(tensor.grad)).max() > 0, name
+    model.save_pretrained(tmp_path / "again")
+    content = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    name = {"mixtral": "block_sparse_moe.experts.3.w1"}.get(kind, "mlp.experts.3.gate_proj")
+    assert f"model.layers.1.{name}" in content["target_modules"]
+    assert Lora.read(tmp_path / "again").modules == lora.modules
+
+
+def test_adapters_of_some_experts_are_merged_only(folders, tmp_path):
+    folder = folders["olmoe"]
+    adapted(folder, Lora(R, 5.0, TARGETS, str(folder))).save_pretrained(tmp_path)
+    keep_adapters(tmp_path, ".experts.2.")
+    assert Transformer.from_pretrained(tmp_path, trainable=False).config.n_experts == E
+    model = AdaptedTransformer.from_pretrained(folder, twins.DEVICE, trainable=False)
+    words = r"only 1 of the 4 experts of model\.layers\.0\.mlp have adapters of gate_proj, .* merge"
+    with pytest.raises(UserError, match=words):
+        model.adapt(Lora.read(tmp_path))
 
 
 @pytest.mark.parametrize("lora, what", [(dict(dora=True), "DoRA"), (dict(init="pissa"), "PiSSA")])

@@ -91,7 +91,10 @@ def file_names(
         return tensors, adapter
     changed: dict[str, Any] = {}
     if "target_modules" in adapter:  # of LoRA
-        changed["target_modules"] = [MIXTRAL.get(n, n) for n in adapter["target_modules"]]
+        changed["target_modules"] = [
+            MIXTRAL.get(name) or mixtral_name(f"{name}.").removesuffix(".")
+            for name in adapter["target_modules"]
+        ]
     for key in ("rank_pattern", "alpha_pattern"):
         if key in adapter:
             changed[key] = {_renamed(name, MIXTRAL): x for name, x in adapter[key].items()}

@@ -93,12 +93,23 @@ def load(
     if saved is not None and saved != model.variation:
         raise UserError(_other_variation(folder, saved, model.variation, change is not None))
     if saved is not None or (change is not None and not trainable):
-        _check_tensors(folder, config, stored, shapes_of(model))
+        _check_tensors(folder, config, stored, _shapes_in_file(model, config))
         _fill(model, stored)
     read_companions(model, folder)
     if not is_folder(folder) or folder.stat().st_ino != identity:
         raise UserError(f"{folder} was replaced while it was read: try again")
     return model
+
+
+def _shapes_in_file(model: Any, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return {name: shape} of a model's tensors in a folder with this config, which may have fewer
+    tokens."""
+    shapes = shapes_of(model)
+    V = model.config.vocab_size
+    for name in (TABLE, HEAD):
+        if config.vocab_size < V and shapes.get(name, ())[:1] == (V,):
+            shapes[name] = (config.vocab_size, *shapes[name][1:])
+    return shapes
 
 
 def _other_variation(folder: Path, saved: str, made: str, changes: bool) -> str:
@@ -261,7 +272,10 @@ def read_config(folder: Path) -> ModelConfig:
     """
     folder = source_of(folder, CONFIG)
     if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder} has no {CONFIG}: it is not a Hugging Face folder")
+        hint = "it is not a Hugging Face folder"
+        if one := min(folder.glob("*.gguf"), default=None):
+            hint = f"give a GGUF file in it, such as {one}"
+        raise UserError(f"{folder} has no {CONFIG}: {hint}")
     content = read_json(folder / CONFIG)
     try:
         return config_from_hf(content)

@@ -15,6 +15,7 @@ from ..cli import say
 from ..device import Array, to_numpy
 from ..errors import UserError
 from ..formats.architectures import architecture_of
+from ..formats.gguf_tensors import file_of, shown
 from ..formats.huggingface import open_weights
 from ..formats.saved_runs import model_folder
 from ..nn.autograd import no_grad
@@ -146,9 +147,9 @@ def stages_of_transformers(other: Any, ids: np.ndarray) -> dict[str, np.ndarray]
 
 
 def load_transformers(folder: Path) -> Any:
-    """Load the folder as a transformers model: fp32, eager attention, on the CPU.
+    """Load the folder as a transformers model: fp32, eager attention and experts, on the CPU.
 
-    Raises UserError.
+    A GGUF file is read, and dequantized, by transformers itself. Raises UserError.
     """
     try:
         import torch
@@ -160,13 +161,22 @@ def load_transformers(folder: Path) -> Any:
         ) from None
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
+    file = file_of(folder)
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "local_files_only": True}
+    source = folder
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-        ).eval()
+        if file is not None:
+            source = file.parent
+            # its own reading of the metadata lacks the width of an expert
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            options |= {"gguf_file": file.name, "config": config}
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, **options).eval()
     except Exception as error:  # transformers raises many types of errors
         reason = str(error).strip().replace("\n", " ")[:300]
-        raise UserError(f"transformers cannot load {folder}: {reason}") from None
+        raise UserError(f"transformers cannot load {shown(folder)}: {reason}") from None
+    if hasattr(model, "set_experts_implementation"):  # transformers 5
+        model.set_experts_implementation("eager")  # grouped products refuse odd widths
+    return model
 
 
 # ----------------------------------------------------------------------------- command line

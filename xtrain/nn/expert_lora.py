@@ -52,7 +52,7 @@ class LoraExperts(MixtureOfExperts):
 
     def _rank(self, path: str, name: str, ranks: Ranks) -> tuple[int, float]:
         """Return the rank and factor of a matrix, those of all experts."""
-        each = {ranks.of(f"{path}experts.{e}.{name}") for e in range(self.n_experts)}
+        each = {ranks.of(matrix) for matrix in self.matrix_names(path, name)}
         if len(each) > 1:
             raise UserError(
                 f"the experts of {path.rstrip('.')} would have adapters of different ranks or "

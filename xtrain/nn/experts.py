@@ -51,6 +51,10 @@ class MixtureOfExperts(Module):
         self.experts_per_token = c.experts_per_token
         self.renormalized = c.renormalized_experts
 
+    def matrix_names(self, path: str, matrix: str) -> list[str]:
+        """Return the names of a matrix of all experts: "gate_proj" of "model.layers.0.mlp."."""
+        return [f"{path}experts.{e}.{matrix}" for e in range(self.n_experts)]
+
     def __call__(self, x_NC: Tensor) -> Tensor:
         """Return the mixture of x (N, C): (N, C)."""
         bias_E = None if self.bias is None else self.bias.data

@@ -172,6 +172,12 @@ class Lora:
         )
 
 
+def _divided(name: str) -> tuple[str, str]:
+    """Return the two arguments of `Lora.adapts`: "model.layers.0.self_attn.", "q_proj"."""
+    path, dot, matrix = name.rpartition(".")
+    return path + dot, matrix
+
+
 def name_ends(name: str, ends: Sequence[str]) -> bool:
     """Return True if a module's name ends in one of these, as peft finds modules_to_save."""
     return name.endswith(tuple(ends))
@@ -337,7 +343,7 @@ class AdaptedTransformer(Transformer):
         world: see nn.Arena.
         """
         self._check(lora)
-        if self.config.n_experts or lora.modules.issuperset(self._matrices(lora.targets)):
+        if lora.modules.issuperset(self._matrices(lora.targets)):
             lora = replace(lora, modules=frozenset())
         self.frozen = shapes_of(self)
         self.base_arena = self.arena
@@ -403,8 +409,18 @@ class AdaptedTransformer(Transformer):
                 if path.startswith("model.layers.") and type(item) is Linear:
                     yield path, module, name, item
 
+    def _mixtures(self) -> Iterator[tuple[str, Module, str, MixtureOfExperts]]:
+        """Yield path, module, name and mixture of the blocks that have experts."""
+        for path, module in list(self.modules()):
+            for name, item in vars(module).items():
+                if type(item) is MixtureOfExperts:
+                    yield f"{path}{name}.", module, name, item
+
     def _matrices(self, targets: Sequence[str]) -> Iterator[str]:
         """Yield the names of the matrices of the blocks that are targets."""
+        for path, _, _, mixture in self._mixtures():
+            for matrix in filter(EXPERT_MATRICES.__contains__, targets):
+                yield from mixture.matrix_names(path, matrix)
         for path, _, name, item in self._linears():
             for part in item.weight.parts:
                 matrix = part.removesuffix("weight").removesuffix(".") or name
@@ -437,17 +453,31 @@ class AdaptedTransformer(Transformer):
 
     def _add_to_experts(self, lora: Lora) -> bool:
         """Put adapters on the targets that are matrices of experts. Return True if there are some."""
-        if not set(EXPERT_MATRICES).intersection(lora.targets):
-            return False
-        mixtures = [
-            (module, name, path, item)
-            for path, module in list(self.modules())
-            for name, item in vars(module).items()
-            if type(item) is MixtureOfExperts
-        ]
-        for module, name, path, mixture in mixtures:
-            setattr(module, name, LoraExperts(mixture, f"{path}{name}.", lora.targets, lora.ranks))
-        return bool(mixtures)
+        added = False
+        for path, module, name, mixture in list(self._mixtures()):
+            if targets := self._targets_of_experts(lora, path, mixture):
+                setattr(module, name, LoraExperts(mixture, path, targets, lora.ranks))
+                added = True
+        return added
+
+    def _targets_of_experts(
+        self, lora: Lora, path: str, mixture: MixtureOfExperts
+    ) -> tuple[str, ...]:
+        """Return the matrices that have adapters, of all experts. Raises UserError if only some
+        experts have them."""
+        targets = []
+        for matrix in EXPERT_MATRICES:
+            names = mixture.matrix_names(path, matrix)
+            adapted = [name for name in names if lora.adapts(*_divided(name))]
+            if 0 < len(adapted) < len(names):
+                raise UserError(
+                    f"only {len(adapted)} of the {len(names)} experts of {path.rstrip('.')} have "
+                    f"adapters of {matrix}, which can be merged, not trained further: merge them "
+                    "with `xtrain export --merge`, and train new ones"
+                )
+            if adapted:
+                targets.append(matrix)
+        return tuple(targets)
 
     def _copy_trained(self, lora: Lora) -> None:
         """Put new parameters in place of those that are trained whole."""

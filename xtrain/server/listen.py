@@ -18,6 +18,7 @@ from typing import Any
 from ..cli import say
 from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
+from ..formats.gguf_tensors import shown
 from ..formats.texts import Texts
 from ..serving.adapters import add_adapters
 from ..serving.engine import Engine
@@ -124,7 +125,7 @@ def _serve(o: Options, api_key: str | None, http: "HttpProcess", limits: Limits)
         ready = f"; {engine.ready}"
     else:
         ready = ""
-    say(f"{p.folder}; {engine.describe()}{ready}")
+    say(f"{shown(p.folder)}; {engine.describe()}{ready}")
     for note in defaults.notes({}, {"temperature": 1.0}):
         say(note)
     serve_engine(

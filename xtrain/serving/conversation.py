@@ -11,6 +11,7 @@ from ..cli import print_text, say
 from ..data.chat_template import template_values
 from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
+from ..formats.gguf_tensors import shown
 from .engine import Engine
 from .options import (
     Draft,
@@ -164,7 +165,7 @@ def chat(options: Options) -> None:
     more = dict(max_batch=1, max_seq_len=size, draft_model=pretrained.draft(o.draft))
     engine = Engine(pretrained.model, **engine_arguments(o) | more)
     conversation = Conversation(pretrained, engine, o.system, values)
-    notes = [f"{pretrained.folder}; {engine.describe()}"]
+    notes = [f"{shown(pretrained.folder)}; {engine.describe()}"]
     if not template:
         notes.append("no chat template: the model continues what you type")
         if o.system:

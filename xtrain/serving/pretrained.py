@@ -52,7 +52,7 @@ class Pretrained(Texts):
         other = load(folder, self.model.device, precision)
         if other.tokenizer.token_bytes != self.tokenizer.token_bytes:
             raise UserError(
-                f"{folder} has another tokenizer than {self.folder}: choose a smaller model of the "
+                f"{folder} has another tokenizer than {shown(self.folder)}: choose a smaller model of the "
                 "same family"
             )
         return other.model

@@ -44,7 +44,9 @@ def print_summary(console: Console, run: Run, folder: Path, stop: StopRequest) -
 
 def _how_to_use(run: Run, folder: Path, last: Path) -> list[str]:
     change = run.model.change
-    if run.model.variation and not change:
+    # a combination of features, such as --expert-bias, is built from config.json
+    built_from_config = run.model.variation in ("", run.model.saved_config.features)
+    if not built_from_config and not change:
         return [
             "use it from Python        build the model again, then "
             f"model.load_weights({str(last)!r})"
