@@ -345,7 +345,8 @@ class ParallelOptions(RunOptions):
     # steps between comparisons of all ranks' parameters, with ZeRO-1 also of what only one rank has
     # with its checksum; 0: never
     check_ranks: int = 0
-    # seconds without a step after which a rank counts as hanging and the job is aborted; 0: never
+    # seconds without a step after which a rank counts as hanging and the job is aborted; half of
+    # them, but 60 at least, if its process does not run at all, also before the first step; 0: never
     watchdog: float = 600.0
     dp: str = "bucket"  # how gradients are summed; the slower ways of lesson 15 are for comparison
 

@@ -4,11 +4,13 @@ equality checks.
 For gradients and weights see collectives.py.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import hashlib
 import os
 import platform
+import signal
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +23,7 @@ from ..errors import UserError
 from ..training.single_process import SingleProcess
 
 START_SECONDS = 600.0  # at most, between the start of the first rank and that of the last
+END_SECONDS = 600  # at most, between the ends
 # What MPICH 5.0.2 (its wheel, ch4:ucx) allocates of /dev/shm in MPI_Init, in bytes a rank, measured
 # with 1 to 16 ranks. UCX crashes if about UCX_SPARE are free before its last allocation, and
 # allocates none with much less.
@@ -46,7 +49,13 @@ class Ranks(SingleProcess):
         self.node = node
         self.local = node.rank
         self.local_world = node.size
-        self.failed = comm.Dup()  # for watchdog.py: its messages cannot be confused with others
+        self.failed = comm.Dup()  # for watchdog.py and heartbeats.py: their messages are apart
+
+    def threads_may_call_mpi(self) -> bool:
+        """Return whether the MPI library lets several threads call it at once, on every rank."""
+        from mpi4py import MPI
+
+        return all(self.gather(MPI.Query_thread() == MPI.THREAD_MULTIPLE))
 
     def on_rank_0(self, work: Callable[[], Any]) -> Any:
         result = error = None
@@ -88,18 +97,19 @@ class Ranks(SingleProcess):
             return None
         return np.split(whole, np.cumsum(sizes)[:-1])
 
-    def check_same(self, things: dict[str, Any], needed: str) -> None:
+    def check_same(self, things: dict[str, Any], needed: str | None = None) -> None:
         """Raise UserError, on every rank, if a value differs on any rank.
 
-        needed: what all ranks need, for the message.
+        needed: what all ranks need, for the message. None: the same of what differs.
         """
         gathered = self.gather(things)
         for rank, other in enumerate(gathered):
-            for name, value in gathered[0].items():
-                if repr(other.get(name)) != repr(value):  # nan is not equal to itself
+            for name in gathered[0] | other:
+                own, first = (values.get(name) for values in (other, gathered[0]))
+                if repr(own) != repr(first):  # nan is not equal to itself
                     raise UserError(
-                        f"rank {rank} has {name} {other.get(name)}, rank 0 has {value}: all ranks "
-                        f"need {needed}"
+                        f"rank {rank} has {name} {own}, rank 0 has {first}: all ranks need "
+                        f"{needed or f'the same {name}'}"
                     )
 
     def check_identical(self, arrays: list[Array], step: int) -> None:
@@ -245,8 +255,15 @@ def _when_all_ranks_have_started(MPI: Any) -> None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "suspicious MPI")  # check_launcher knows better
                 MPI.Init_thread()
+            atexit.register(_limit_finalize)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _limit_finalize() -> None:
+    """End the process if MPI_Finalize, which follows and waits for all ranks, takes too long."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(END_SECONDS)
 
 
 def choose_gpu(ranks: Ranks) -> None:
