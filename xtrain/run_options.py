@@ -383,10 +383,12 @@ class ParallelOptions(RunOptions):
         possible |= {"precision": ("auto", "fp32", "bf16"), "change": (None,), "eval_tasks": ((),)}
         for name, values in possible.items():
             value = getattr(self, name)
+            given = option_name(name)
+            if isinstance(value, str):
+                given += f" {value}"
             need(
                 value in values,
-                f"{option_name(name)} is not supported with --zero 3: leave it out, or use "
-                "--zero 1",
+                f"{given} is not supported with --zero 3: leave it out, or use --zero 1",
             )
 
     @property

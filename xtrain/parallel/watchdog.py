@@ -136,7 +136,7 @@ class AbortOnError:
     def _abort_for_silence(self, rank: int, seconds: float) -> NoReturn:
         print_error(
             f"{self.name}: the process of rank {rank} has not run for {seconds:g} s (see --watchdog): "
-            "it is stopped, or its machine cannot be reached; all ranks end"
+            "it is stopped, holds Python's lock, or its machine cannot be reached; all ranks end"
         )
         self._abort(1)
 
