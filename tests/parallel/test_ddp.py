@@ -176,6 +176,32 @@ def test_one_rank_fails(n, what, rank, environment, tmp_path):
     assert saved.name == "step-000002" and Transformer.from_pretrained(saved)
 
 
+STOPPED_AT_START = """
+import os, signal, time
+from xtrain.parallel import ranks, watchdog
+ranks.START_SECONDS = watchdog.START_SECONDS = 3
+if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+    {place} = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+with watchdog.AbortOnError(ranks.connect(), "start"):
+    time.sleep(1000)
+"""
+
+
+@mpi
+@pytest.mark.parametrize(
+    "place, message",
+    [
+        ("ranks.Ranks.__init__", "_when_all_ranks_have_started"),
+        ("watchdog.AbortOnError.__enter__", "the process of rank 1 has not run for 3 s"),
+    ],
+    ids=["after MPI_Init", "before the heartbeats"],
+)
+def test_a_rank_is_stopped_at_its_start(place, message, environment):
+    script = STOPPED_AT_START.format(place=place)
+    code, _, err = finish(start(environment, 2, sys.executable, "-c", script), 30)
+    assert code != 0 and message in err, err
+
+
 STOPPED_AT_EXIT = """
 import os, signal, sys
 from xtrain.parallel import ranks

@@ -37,6 +37,7 @@ class Ranks(SingleProcess):
 
     rank, world: this rank and the number of ranks.
     local, local_world: the same among the ranks of this machine.
+    threads: may several threads of a rank call MPI at once, on every rank?
     """
 
     def __init__(self, comm: Any):
@@ -50,12 +51,7 @@ class Ranks(SingleProcess):
         self.local = node.rank
         self.local_world = node.size
         self.failed = comm.Dup()  # for watchdog.py and heartbeats.py: their messages are apart
-
-    def threads_may_call_mpi(self) -> bool:
-        """Return whether the MPI library lets several threads call it at once, on every rank."""
-        from mpi4py import MPI
-
-        return all(self.gather(MPI.Query_thread() == MPI.THREAD_MULTIPLE))
+        self.threads = all(comm.allgather(MPI.Query_thread() == MPI.THREAD_MULTIPLE))
 
     def on_rank_0(self, work: Callable[[], Any]) -> Any:
         result = error = None
@@ -153,9 +149,7 @@ def connect() -> Ranks:
     shortage = shared_memory_shortage(library, os.environ)
     if shortage:
         raise UserError(shortage)
-    _when_all_ranks_have_started(MPI)
-    check_launcher(library, MPI.COMM_WORLD.size, os.environ)
-    return Ranks(MPI.COMM_WORLD)
+    return _when_all_ranks_have_started(MPI, library)
 
 
 def load_mpi() -> Any:
@@ -242,8 +236,8 @@ def shared_memory_shortage(
     )
 
 
-def _when_all_ranks_have_started(MPI: Any) -> None:
-    """Call MPI_Init, which waits for all ranks.
+def _when_all_ranks_have_started(MPI: Any, library: str) -> Ranks:
+    """Call MPI_Init, which waits for all ranks, and return them.
 
     MPICH waits forever for a rank that failed before: after START_SECONDS this process exits.
     It can then print only its stack, so the name of this function is the message.
@@ -256,6 +250,8 @@ def _when_all_ranks_have_started(MPI: Any) -> None:
                 warnings.filterwarnings("ignore", "suspicious MPI")  # check_launcher knows better
                 MPI.Init_thread()
             atexit.register(_limit_finalize)
+        check_launcher(library, MPI.COMM_WORLD.size, os.environ)
+        return Ranks(MPI.COMM_WORLD)
     finally:
         faulthandler.cancel_dump_traceback_later()
 

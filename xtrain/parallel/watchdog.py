@@ -67,7 +67,7 @@ class AbortOnError:
 
     step: a function that returns the current step, for the message; set by the caller.
     code: the exit code after the block.
-    heartbeats: None on a single rank.
+    heartbeats: None on a single rank, and if threads may not call MPI.
     """
 
     def __init__(self, ranks: Ranks, name: str):
@@ -84,9 +84,14 @@ class AbortOnError:
             f"{self.name}: rank {self.ranks.rank} ended in the middle of the run (by a signal or "
             "os._exit), all ranks end"
         )
-        if self.ranks.world > 1 and self.ranks.threads_may_call_mpi():
+        if self.ranks.world > 1 and self.ranks.threads:
             self.heartbeats = Heartbeats(self.ranks, self._abort_for_silence, START_SECONDS)
             self.heartbeats.start()
+        elif self.ranks.world > 1 and self.ranks.rank == 0:
+            print_error(
+                f"{self.name}: warning: this MPI library allows calls from one thread only, so the "
+                "other ranks wait for ever for one that is stopped before its first step"
+            )
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> bool:
