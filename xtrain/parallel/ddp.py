@@ -211,7 +211,7 @@ class DataParallel(SingleDevice):
         }
         self.ranks.check_same(versions | options, "the same version and the same options")
         if self.guard is not None:
-            self.guard.set_watchdog(config.watchdog)
+            self.guard.set_watchdog(options["--watchdog"])
         if options["--device"] == "gpu":
             load_nccl()
             choose_gpu(self.ranks)
