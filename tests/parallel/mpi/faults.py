@@ -17,7 +17,7 @@ import numpy as np
 from common import SHAPE, WORLD, options
 
 from xtrain.ddp import main as ddp_main
-from xtrain.parallel import command, heartbeats, watchdog
+from xtrain.parallel import command, heartbeats
 from xtrain.parallel.collectives import HostCollectives
 from xtrain.parallel.ddp import DataParallel
 from xtrain.training import loop
@@ -86,7 +86,7 @@ if __name__ == "__main__":
     folder, fault, rank, place = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     inject(folder, fault, rank, place)
     waits = fault in ("hang", "stuck", "frozen")  # for the watchdog
-    heartbeats.SHORTEST = watchdog.START_SECONDS = 3.0
+    heartbeats.SHORTEST = 3.0
     heartbeats.SHARE = 0.01
     steps = 3 if place == "report" else 1000
     o = options(folder, steps=steps, save_every=2, watchdog=1.0 if waits else 60.0)
