@@ -345,7 +345,8 @@ class ParallelOptions(RunOptions):
     # steps between comparisons of all ranks' parameters, with ZeRO-1 also of what only one rank has
     # with its checksum; 0: never
     check_ranks: int = 0
-    # seconds without a step after which a rank counts as hanging and the job is aborted; 0: never
+    # seconds without a step after which a rank counts as hanging and the job is aborted; half of
+    # them, but 60 at least, if its process does not run at all, also before the first step; 0: never
     watchdog: float = 600.0
     dp: str = "bucket"  # how gradients are summed; the slower ways of lesson 15 are for comparison
 
@@ -382,10 +383,12 @@ class ParallelOptions(RunOptions):
         possible |= {"precision": ("auto", "fp32", "bf16"), "change": (None,), "eval_tasks": ((),)}
         for name, values in possible.items():
             value = getattr(self, name)
+            given = option_name(name)
+            if isinstance(value, str):
+                given += f" {value}"
             need(
                 value in values,
-                f"{option_name(name)} is not supported with --zero 3: leave it out, or use "
-                "--zero 1",
+                f"{given} is not supported with --zero 3: leave it out, or use --zero 1",
             )
 
     @property

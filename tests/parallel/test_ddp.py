@@ -140,14 +140,17 @@ SAYS = {
     "leave": (),
     "hang": ("rank {}, step 4: no progress for 1 s", "time.sleep(1000)"),
     "stuck": ("rank {}, step 4: no progress for 1 s", "WORLD.Recv("),
+    "stopped": ("the process of rank {} has not run for 3 s",),
     "frozen": (),  # nothing of the frozen rank can speak: its own timer or the other rank's watchdog ends the job
 }
 # Each fault in each of its places (exit is raised as any exception), then of the other rank and of more ranks
 FAULTS = [(2, "raise step", 0), (2, "kill collective", 0), (2, "leave collective", 0)]
 FAULTS += [(2, "hang step", 1), (2, "hang collective", 0), (2, "stuck collective", 0)]
 FAULTS += [(2, "frozen step", 0), (4, "raise collective", 2)]
+FAULTS += [(2, "stopped options", 0), (2, "stopped text", 1), (2, "stopped report", 0)]
 MORE = [(2, "exit step", 1), (2, "stuck collective", 1), (2, "frozen step", 1)]
-MORE += [(4, "kill step", 2), (4, "leave step", 2)]
+MORE += [(4, "kill step", 2), (4, "leave step", 2), (4, "stopped text", 2)]
+MORE += [(2, "stopped step", 1), (2, "stopped validation", 0), (2, "stopped checkpoint", 1)]
 FAULTS += [pytest.param(*fault, marks=only_slow) for fault in MORE]
 
 
@@ -166,8 +169,52 @@ def test_one_rank_fails(n, what, rank, environment, tmp_path):
     for sentence in SAYS[fault]:
         assert sentence.format(rank) in err, err
     assert fault != "frozen" or "Timeout" in err or "no progress for 1 s" in err, err
+    assert fault != "stopped" or err.count("has not run") == 1, err
+    if place not in ("step", "collective"):  # there are no checkpoints, or several
+        return
     (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     assert saved.name == "step-000002" and Transformer.from_pretrained(saved)
+
+
+STOPPED_AT_START = """
+import os, signal, time
+from xtrain.parallel import ranks, watchdog
+ranks.START_SECONDS = watchdog.START_SECONDS = 3
+if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+    {place} = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+with watchdog.AbortOnError(ranks.connect(), "start"):
+    time.sleep(1000)
+"""
+
+
+@mpi
+@pytest.mark.parametrize(
+    "place, message",
+    [
+        ("ranks.Ranks.__init__", "_when_all_ranks_have_started"),
+        ("watchdog.AbortOnError.__enter__", "the process of rank 1 has not run for 3 s"),
+    ],
+    ids=["after MPI_Init", "before the heartbeats"],
+)
+def test_a_rank_is_stopped_at_its_start(place, message, environment):
+    script = STOPPED_AT_START.format(place=place)
+    code, _, err = finish(start(environment, 2, sys.executable, "-c", script), 30)
+    assert code != 0 and message in err, err
+
+
+STOPPED_AT_EXIT = """
+import os, signal, sys
+from xtrain.parallel import ranks
+ranks.END_SECONDS = 1
+if ranks.connect().rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@mpi
+def test_a_rank_is_stopped_before_mpi_finalize(environment):
+    code, out, err = finish(start(environment, 2, sys.executable, "-c", STOPPED_AT_EXIT), 30)
+    assert code != 0 and "Alarm clock" in out + err, out + err
 
 
 @mpi

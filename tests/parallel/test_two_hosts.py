@@ -133,6 +133,24 @@ def test_hosts_with_clocks_apart(hosts, environment, tmp_path):  # noqa: F811
 
 
 @only_slow
+def test_a_host_that_is_cut_off_before_the_first_step(hosts, environment, tmp_path):  # noqa: F811
+    """While rank 0 reads a text, rank 1 waits as long as that takes, but not for a lost host."""
+    reading = tmp_path / "reading"
+    job = hosts.start(environment, sys.executable, HERE / "mpi" / "reading.py", reading)
+    until = time.monotonic() + 60
+    while not reading.exists():
+        assert job.poll() is None and time.monotonic() < until, finish(job, 1)
+        time.sleep(0.05)
+    time.sleep(6)  # longer than the limit
+    assert job.poll() is None, finish(job, 1)
+    began = time.monotonic()
+    run("ip", "link", "set", f"{hosts.names[1]}v", "down")
+    code, _, err = finish(job, 60)
+    assert code != 0 and time.monotonic() - began < 30, err
+    assert "has not run for 3 s" in err, err
+
+
+@only_slow
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_a_host_that_is_lost(how, hosts, environment, tmp_path):  # noqa: F811
     """All ranks end, not with 0; the checkpoint is resumed on one host."""

@@ -3,7 +3,7 @@
 import time
 from types import SimpleNamespace
 
-from xtrain.parallel.watchdog import Watchdog
+from xtrain.parallel.watchdog import AbortOnError, Watchdog
 from xtrain.training.loop import Loop
 from xtrain.training.single_process import SINGLE_PROCESS
 
@@ -23,6 +23,16 @@ def test_a_watchdog_watches_from_the_first_beat_until_it_is_stopped(monkeypatch)
         reports.clear()
         time.sleep(0.15)
     assert not reports
+
+
+def test_an_mpi_library_without_threads(capsys, monkeypatch):
+    """There are no heartbeats then, which is said once."""
+    monkeypatch.delenv("PMI_FD", raising=False)
+    for rank in (0, 1):
+        with AbortOnError(SimpleNamespace(rank=rank, world=2, threads=False), "name") as guard:
+            assert guard.heartbeats is None
+        said = capsys.readouterr().err
+        assert ("one thread only" in said) == (rank == 0)
 
 
 def test_waiting_for_a_checkpoint_is_progress():

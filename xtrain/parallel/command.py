@@ -12,7 +12,7 @@ from ..run_options import RunOptions
 from ..training.run_folder import parse_options
 from ..training.single_device import SingleDevice
 from .ddp import DataParallel
-from .ranks import Ranks, connect
+from .ranks import connect
 from .watchdog import AbortOnError
 
 
@@ -30,26 +30,30 @@ def run_on_ranks(
         refuse_once(f"{name}: {error}")
         return 2
     with AbortOnError(ranks, name) as guard:
-        config, code = _parse(name, lambda: cli(None), ranks)
+        config, code = _parse(name, lambda: cli(None), guard)
         if config is not None and config.resume:  # no rank waits for one that has left
-            config, code = _parse(name, lambda: parse_options(cli, ranks), ranks)
+            config, code = _parse(name, lambda: parse_options(cli, ranks), guard)
         if config is None:
             return code
         work(config, DataParallel(ranks, guard) if ranks.world > 1 else SingleDevice())
     return guard.code
 
 
-def _parse(name: str, parse: Callable[[], Any], ranks: Ranks) -> tuple[RunOptions | None, int]:
+def _parse(
+    name: str, parse: Callable[[], Any], guard: AbortOnError
+) -> tuple[RunOptions | None, int]:
     """Return (options, 0), or (None, exit code) on every rank if any cannot parse its options.
 
     Rank 0 prints the first error.
     """
+    ranks = guard.ranks
     config: Any = None
     code: Any = 0
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             config = parse()
+            guard.set_watchdog(config.watchdog)
         except SystemExit as stop:
             code = stop.code
         except UserError as error:

@@ -210,6 +210,8 @@ class DataParallel(SingleDevice):
             "Python": platform.python_version(),
         }
         self.ranks.check_same(versions | options, "the same version and the same options")
+        if self.guard is not None:
+            self.guard.set_watchdog(options["--watchdog"])
         if options["--device"] == "gpu":
             load_nccl()
             choose_gpu(self.ranks)
@@ -262,10 +264,12 @@ class DataParallel(SingleDevice):
             self.collectives.register(self.largest)
 
     def watch(self, run: Run) -> Watchdog:
+        # among these are checksums of the teacher's and the reference's weights
+        options = {*self.config.resume_keys(), "precision"}
+        values = run.resume_options().items()
+        self.ranks.check_same({option_name(k) if k in options else k: v for k, v in values})
         # the same seed and libraries must have given the same weights
         self.compare_weights(run.optimizer, 0)
-        # among these are checksums of the teacher's and the reference's weights
-        self.ranks.check_same(run.resume_options(), "the same models")
         step_in_progress = lambda: run.done + 1
         self.watchdog = Watchdog(self.config.watchdog, self.ranks, step_in_progress)
         if self.guard is not None:

@@ -4,11 +4,13 @@ equality checks.
 For gradients and weights see collectives.py.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import hashlib
 import os
 import platform
+import signal
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +23,7 @@ from ..errors import UserError
 from ..training.single_process import SingleProcess
 
 START_SECONDS = 600.0  # at most, between the start of the first rank and that of the last
+END_SECONDS = 600  # at most, between the ends
 # What MPICH 5.0.2 (its wheel, ch4:ucx) allocates of /dev/shm in MPI_Init, in bytes a rank, measured
 # with 1 to 16 ranks. UCX crashes if about UCX_SPARE are free before its last allocation, and
 # allocates none with much less.
@@ -34,6 +37,7 @@ class Ranks(SingleProcess):
 
     rank, world: this rank and the number of ranks.
     local, local_world: the same among the ranks of this machine.
+    threads: may several threads of a rank call MPI at once, on every rank?
     """
 
     def __init__(self, comm: Any):
@@ -46,7 +50,8 @@ class Ranks(SingleProcess):
         self.node = node
         self.local = node.rank
         self.local_world = node.size
-        self.failed = comm.Dup()  # for watchdog.py: its messages cannot be confused with others
+        self.failed = comm.Dup()  # for watchdog.py and heartbeats.py: their messages are apart
+        self.threads = all(comm.allgather(MPI.Query_thread() == MPI.THREAD_MULTIPLE))
 
     def on_rank_0(self, work: Callable[[], Any]) -> Any:
         result = error = None
@@ -88,18 +93,19 @@ class Ranks(SingleProcess):
             return None
         return np.split(whole, np.cumsum(sizes)[:-1])
 
-    def check_same(self, things: dict[str, Any], needed: str) -> None:
+    def check_same(self, things: dict[str, Any], needed: str | None = None) -> None:
         """Raise UserError, on every rank, if a value differs on any rank.
 
-        needed: what all ranks need, for the message.
+        needed: what all ranks need, for the message. None: the same of what differs.
         """
         gathered = self.gather(things)
         for rank, other in enumerate(gathered):
-            for name, value in gathered[0].items():
-                if repr(other.get(name)) != repr(value):  # nan is not equal to itself
+            for name in gathered[0] | other:
+                own, first = (values.get(name) for values in (other, gathered[0]))
+                if repr(own) != repr(first):  # nan is not equal to itself
                     raise UserError(
-                        f"rank {rank} has {name} {other.get(name)}, rank 0 has {value}: all ranks "
-                        f"need {needed}"
+                        f"rank {rank} has {name} {own}, rank 0 has {first}: all ranks need "
+                        f"{needed or f'the same {name}'}"
                     )
 
     def check_identical(self, arrays: list[Array], step: int) -> None:
@@ -143,9 +149,7 @@ def connect() -> Ranks:
     shortage = shared_memory_shortage(library, os.environ)
     if shortage:
         raise UserError(shortage)
-    _when_all_ranks_have_started(MPI)
-    check_launcher(library, MPI.COMM_WORLD.size, os.environ)
-    return Ranks(MPI.COMM_WORLD)
+    return _when_all_ranks_have_started(MPI, library)
 
 
 def load_mpi() -> Any:
@@ -232,8 +236,8 @@ def shared_memory_shortage(
     )
 
 
-def _when_all_ranks_have_started(MPI: Any) -> None:
-    """Call MPI_Init, which waits for all ranks.
+def _when_all_ranks_have_started(MPI: Any, library: str) -> Ranks:
+    """Call MPI_Init, which waits for all ranks, and return them.
 
     MPICH waits forever for a rank that failed before: after START_SECONDS this process exits.
     It can then print only its stack, so the name of this function is the message.
@@ -245,8 +249,17 @@ def _when_all_ranks_have_started(MPI: Any) -> None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "suspicious MPI")  # check_launcher knows better
                 MPI.Init_thread()
+            atexit.register(_limit_finalize)
+        check_launcher(library, MPI.COMM_WORLD.size, os.environ)
+        return Ranks(MPI.COMM_WORLD)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _limit_finalize() -> None:
+    """End the process if MPI_Finalize, which follows and waits for all ranks, takes too long."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(END_SECONDS)
 
 
 def choose_gpu(ranks: Ranks) -> None:

@@ -6,7 +6,8 @@
 
 A UserError that all ranks raise is printed once, by rank 0, and every rank returns with exit code
 2. If a rank is killed, or leaves without a word (os._exit), its ExitMonitor or mpirun (srun)
-notices and ends the others.
+notices and ends the others. If its process is stopped, before the first step too, the Heartbeats of
+the next rank do.
 """
 
 import contextlib
@@ -22,7 +23,8 @@ from typing import Any, NoReturn
 
 from ..cli import printable
 from ..errors import INTERRUPTED_EARLY, UserError
-from .ranks import Ranks
+from .heartbeats import Heartbeats
+from .ranks import START_SECONDS, Ranks
 
 AGREE_SECONDS = 2  # a rank with a UserError waits this long for the same error on all other ranks
 ABORT_SECONDS = 5  # MPI_Abort itself may hang; then the process exits without it
@@ -65,6 +67,7 @@ class AbortOnError:
 
     step: a function that returns the current step, for the message; set by the caller.
     code: the exit code after the block.
+    heartbeats: None on a single rank, and if threads may not call MPI.
     """
 
     def __init__(self, ranks: Ranks, name: str):
@@ -72,6 +75,7 @@ class AbortOnError:
         self.name = name
         self.code = 0
         self.step: Callable[[], int | None] = lambda: None
+        self.heartbeats: Heartbeats | None = None
 
     def __enter__(self) -> "AbortOnError":
         self.before = threading.excepthook
@@ -80,6 +84,14 @@ class AbortOnError:
             f"{self.name}: rank {self.ranks.rank} ended in the middle of the run (by a signal or "
             "os._exit), all ranks end"
         )
+        if self.ranks.world > 1 and self.ranks.threads:
+            self.heartbeats = Heartbeats(self.ranks, self._abort_for_silence, START_SECONDS)
+            self.heartbeats.start()
+        elif self.ranks.world > 1 and self.ranks.rank == 0:
+            print_error(
+                f"{self.name}: warning: this MPI library allows calls from one thread only, so the "
+                "other ranks wait for ever for one that is stopped before its first step"
+            )
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> bool:
@@ -96,8 +108,15 @@ class AbortOnError:
             else:
                 code = 1
             self._abort_with_traceback(error, code if isinstance(code, int) and code else 1)
+        if self.heartbeats is not None:
+            self.heartbeats.stop()
         self.monitor.sign_off()
         return True
+
+    def set_watchdog(self, seconds: float) -> None:
+        """Tell the heartbeats what --watchdog is."""
+        if self.heartbeats is not None:
+            self.heartbeats.set_watchdog(seconds)
 
     def _print_once(self, message: str, code: int) -> None:
         """If every rank calls this, rank 0 prints and all return. Otherwise this rank prints and
@@ -118,6 +137,13 @@ class AbortOnError:
         trace = "".join(traceback.format_exception(error))
         print_error(f"{self.name}: {where} failed, all ranks end\n{trace}")
         self._abort(code)
+
+    def _abort_for_silence(self, rank: int, seconds: float) -> NoReturn:
+        print_error(
+            f"{self.name}: the process of rank {rank} has not run for {seconds:g} s (see --watchdog): "
+            "it is stopped, holds Python's lock, or its machine cannot be reached; all ranks end"
+        )
+        self._abort(1)
 
     def _abort(self, code: int) -> NoReturn:
         time.sleep(OUTPUT_SECONDS)

@@ -149,16 +149,28 @@ def only_the_options():
     shutil.rmtree(SAVED.parent if WORLD.rank == 0 else "runs")
 
 
-def another_teacher(folder):
-    """What decides the numbers and is read after the options were compared."""
+def what_is_known_with_the_model(folder):
+    """What decides the numbers and is known after the options were compared is named, also where weights differ."""
     options_of = Run.resume_options
-    Run.resume_options = lambda run: options_of(run) | {"teacher": f"{WORLD.rank // 2}"}
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        code = main([f"--{k}={v}" for k, v in {**GOOD, "out": folder / "teacher"}.items()])
-    Run.resume_options = options_of
-    sentence = "rank 2 has teacher 1, rank 0 has 0: all ranks need the same models"
-    assert code == 2 and (WORLD.rank > 0 or sentence in said.getvalue()), said.getvalue()
+    for name, sentence in [
+        ("teacher", "rank 2 has teacher 1, rank 0 has 0: all ranks need the same teacher"),
+        (
+            "precision",
+            "rank 2 has --precision 1, rank 0 has 0: all ranks need the same --precision",
+        ),
+    ]:
+
+        def differing(run, name=name):
+            run.model.arena.weights[0] = WORLD.rank // 2
+            return options_of(run) | {name: WORLD.rank // 2}
+
+        Run.resume_options = differing
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            code = main([f"--{k}={v}" for k, v in {**GOOD, "out": folder / name}.items()])
+        Run.resume_options = options_of
+        text = said.getvalue()
+        assert code == 2 and (WORLD.rank > 0 or sentence in text), text
 
 
 def the_last_checkpoint_cannot_be_written(folder):
@@ -190,6 +202,6 @@ def the_last_checkpoint_cannot_be_written(folder):
 CHECKS = [
     everything_is_said_once,
     what_is_not_the_same_everywhere,
-    another_teacher,
+    what_is_known_with_the_model,
     the_last_checkpoint_cannot_be_written,
 ]
