@@ -168,7 +168,7 @@ def codes_of(w, kind: str):
 
 
 def measure_decoding(name: str, shape: Shape, kind: str) -> None:
-    """Measure the experts of 1 to 8 tokens, of codes of this kind to 32."""
+    """Measure the experts of 1 to 8 tokens, of codes of this kind to 64."""
     E = shape.experts
     K = shape.per_token
     C = shape.width
@@ -176,7 +176,7 @@ def measure_decoding(name: str, shape: Shape, kind: str) -> None:
     matrices = [codes_of(draw(*n), kind) for n in ((E, 2 * F, C), (E, C, F))]
     whole = sum(m.nbytes for m in matrices)
     most = MOST_ROWS if kind == "full" else MOST_ROWS_QUANTIZED
-    for N in (n for n in (1, 4, 8, 16, 32) if n <= most):
+    for N in (n for n in (1, 4, 8, 16, 32, 64) if n <= most):
         x = draw(N, C)
         logits = cp.random.default_rng(N).standard_normal((N, E), dtype=np.float32)
         experts, weights = routing.routing(logits, K)

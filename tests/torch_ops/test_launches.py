@@ -24,7 +24,7 @@ from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.runtime import overlap as _overlap
 from xtrain.kernels.runtime.compiler import COMPILER, cuda, float32, types
 from xtrain.kernels.runtime.invariance import batch_invariant
-from xtrain.kernels.runtime.launch import empty_like, launch, zeros
+from xtrain.kernels.runtime.launch import empty, empty_like, launch, zeros
 from xtrain.simulator import SimArray
 from xtrain.torch import launches as _launches
 
@@ -403,8 +403,10 @@ def test_threads_do_not_share_parameters(driver):
 
 
 def test_what_cannot_be_recorded_runs_as_usual(driver, monkeypatch):
-    """Copies, products, tensor maps, values, arrays of the launcher's own: nothing has started, and the launcher is called."""
+    """Copies, products, tensor maps, values, arrays of the launcher's own, large ones for a while: nothing has started,
+    and the launcher is called."""
     usual = []
+    monkeypatch.setattr(_launches, "LARGE", 1 << 10)
     monkeypatch.setattr(
         _launches, "run_launcher", lambda launcher, given: usual.append(launcher) or [given[0]]
     )
@@ -422,6 +424,7 @@ def test_what_cannot_be_recorded_runs_as_usual(driver, monkeypatch):
         lambda x: np.asarray(x),
         lambda x: launch(add_one_kernel, 1, 32, empty_like(x), own),
         lambda x: launch(add_one_kernel, 1, 32, empty_like(x), x, resident=True),
+        lambda x: launch(add_one_kernel, 1, 32, empty(x, 256), x) or empty_like(x),
     ):
         run = _launches.Repeatable(launcher, frozenset())
         run([x])

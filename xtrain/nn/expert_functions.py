@@ -20,7 +20,7 @@ from ..kernels.experts import expert_swiglu as _expert_swiglu
 from ..kernels.experts import grouped_product as _grouped
 from ..kernels.experts import routing as _routing
 from ..kernels.experts.expert_order import ExpertOrder, expert_order
-from ..kernels.quantize import Quantized
+from ..kernels.quantize import Quantized, kind_of
 from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty, zeros
 from .autograd import Context, Function
@@ -65,14 +65,18 @@ def of_experts(w_RI: Any, E: int) -> Any:
     return w_RI.reshape(E, -1, w_RI.shape[1])
 
 
-def few_expert_rows(x_NC: Array, down_RF: Array | Quantized) -> bool:
-    """Return True if kernels/experts/expert_gemv.py computes the experts of x.
+def few_expert_rows(x_NC: Array, down_RF: Array | Quantized, K: int) -> bool:
+    """Return True if kernels/experts/expert_gemv.py computes the K experts of each row of x.
 
     It does in inference, for so few rows that an order by expert gains nothing.
     """
     if type(x_NC) is np.ndarray or is_batch_invariant() or not is_inference():
         return False
-    return _expert_gemv.expert_gemv_fits(x_NC, down_RF)
+    if not _expert_gemv.expert_gemv_fits(x_NC, down_RF):
+        return False
+    N, C = x_NC.shape
+    rows, F = down_RF.shape
+    return _expert_gemv.expert_gemv_pays(N, K, rows // C, 3 * C * F, kind_of(down_RF))
 
 
 class ExpertMLP(Function):
@@ -84,7 +88,7 @@ class ExpertMLP(Function):
     @staticmethod
     def forward(ctx, x_NC, weights_NK, gate_up_RC, down_RF, experts_NK, order=None):
         E = down_RF.shape[0] // x_NC.shape[1]
-        if few_expert_rows(x_NC, down_RF):
+        if few_expert_rows(x_NC, down_RF, experts_NK.shape[1]):
             matrices = of_experts(gate_up_RC, E), of_experts(down_RF, E)
             chosen = weights_NK, experts_NK
             return _expert_gemv.expert_gemv(x_NC, *chosen, *matrices, ctx.parameters[3])

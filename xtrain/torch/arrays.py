@@ -43,7 +43,7 @@ TORCH_DTYPES = {array: tensor for tensor, array in DTYPES.items()}
 
 _in_simulator = False
 MAX_ARRAYS = 1 << 13
-LARGE = 32 << 20  # bytes; the arrays of smaller blocks are kept: a microsecond less for each
+LARGE = 256 << 20  # bytes: an array that a launcher needs for a while is freed while it runs
 
 _arrays: dict[tuple, Any] = {}  # address, shape, ... -> CuPy's array, which does not own the memory
 _streams: dict[tuple[int, int], Any] = {}  # (GPU, handle) -> CuPy's object for torch's stream

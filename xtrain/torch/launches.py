@@ -9,9 +9,10 @@ into the parameters. The GPU does the same, and the host much less.
 The list is recorded by running the launcher with placeholders, arrays that have a layout and no
 memory. A launcher that does anything else with an array than look at its layout, allocate with
 `empty` and `zeros`, multiply and launch (a decision by values, say) fails there with an error
-before anything has run, and is called as usual from then on. A float that a launcher does anything
-else with than give it to a kernel belongs to the layout: each value is recorded. Tensor maps, which
-contain addresses, are made once for each set of addresses.
+before anything has run, and is called as usual from then on. So is one that needs LARGE bytes for a
+while: it frees them while it runs, and its kernels take longer than the host. A float that a
+launcher does anything else with than give it to a kernel belongs to the layout: each value is
+recorded. Tensor maps, which contain addresses, are made once for each set of addresses.
 """
 
 import copy
@@ -32,6 +33,7 @@ from ..kernels.gemm import cublas_product
 from ..kernels.runtime import launch
 from ..kernels.runtime.instead import Number
 from .arrays import (
+    LARGE,
     TORCH_DTYPES,
     NoMemory,
     as_list,
@@ -338,8 +340,10 @@ class Launches:
             elif i in self.results:
                 self.made.append((made.shape, _dense(made.shape), TORCH_DTYPES[made.dtype]))
             else:
-                self.made.append(self.scratch)
                 nbytes = math.prod(made.shape) * made.dtype.itemsize
+                if nbytes >= LARGE:
+                    raise TypeError("the launcher frees so large an array before it has ended")
+                self.made.append(self.scratch)
                 self.scratch += -(-nbytes // BLOCK) * BLOCK
         self.derives = any(isinstance(made, _Derived) for made in self.made)
 
