@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 import torch
 from checks import GPU, normal, planted_bugs, sentinels, to_host, to_kernel, with_planted_bug
-from every_signature import launch_fp8
-from offline import check_registers, compiled, nvvm, signatures
 
 from xtrain import device
 from xtrain.kernels import fp8 as file
 from xtrain.kernels.cross_entropy import IGNORE, cross_entropy
 from xtrain.kernels.fp8 import (
-    BLOCK,
     DTYPES,
     INFINITE,
     LARGEST,
@@ -36,7 +33,6 @@ from xtrain.kernels.primitives.codes import nearest_codes
 from xtrain.kernels.swiglu import swiglu_bwd_ref, swiglu_ref
 from xtrain.simulator import KernelError
 
-__all__ = ["nvvm"]
 BF16 = ml_dtypes.bfloat16
 KINDS = list(DTYPES)
 TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -417,18 +413,3 @@ def test_bad_input():
         update_scales(
             *(np.zeros(n, t) for n, t in ((3, "f4"), (2, "i4"), (3, "f4"), (2, "i8"), (2, "i8")))
         )
-
-
-# ----------------------------------------------------------------------------- without a GPU
-def test_the_kernels_compile(monkeypatch, nvvm, tmp_path):
-    cards = [(8, 9), (9, 0)]
-    found = signatures(monkeypatch, launch_fp8)
-    found = [pair for pair in found if pair[0].py_func.__module__ == file.__name__]
-    assert len(found) == 2 * 4 * 2 + 2
-    for kernel, signature in found:
-        ptx = compiled(monkeypatch, kernel, signature, cards, in_registers=cards)
-        if kernel.py_func.__name__ == "fp8_kernel":
-            check_registers(tmp_path, ptx[9, 0], BLOCK, 3, (9, 0))
-        writes = "st.global.v4" in ptx[9, 0]
-        converts = [kind for kind in KINDS if f"cvt.rn.satfinite.{kind}x2.f32" in ptx[9, 0]]
-        assert len(converts) == int(writes), kernel

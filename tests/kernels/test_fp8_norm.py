@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 from checks import GPU, normal, planted_bugs, sentinels, to_host, to_kernel, with_planted_bug
-from offline import check_registers, compiled, nvvm, signatures
 
 from xtrain import device
 from xtrain.kernels import fp8 as fp8_file
@@ -20,7 +19,6 @@ from xtrain.kernels.fp8_norm import (
 from xtrain.kernels.primitives.rows import row_plan
 from xtrain.simulator import KernelError, sim
 
-__all__ = ["nvvm"]
 BF16 = ml_dtypes.bfloat16
 EPS = 0.01
 ROWS = TILE if GPU else 64  # in the simulator two blocks
@@ -241,30 +239,3 @@ def test_bad_input():
         odd = sim(np.ones(TILE * TILE + 1, np.float32))[1:].reshape(TILE, TILE)
         with pytest.raises(ValueError, match="not a multiple of 16 bytes: copy x, r and w first"):
             fp8_norm(odd, None, sim(w), EPS, slot())
-
-
-# ----------------------------------------------------------------------------- without a GPU
-WIDTHS = (768, 1152, 2048, 2560, 5120, WIDEST)
-
-
-def launch_everything():
-    """Call the launcher once for every kernel that it can choose, with these widths."""
-    for C in WIDTHS:
-        for add in (True, False):
-            x, r, w = (None if a is None else sim(a) for a in inputs(TILE, C, add))
-            fp8_norm(x, r, w, EPS, slot(put=sim), True)
-
-
-def test_the_kernels_compile(monkeypatch, nvvm, tmp_path):
-    """Without spilling, in the registers that their launch bounds leave"""
-    cards = [(8, 9), (9, 0)]
-    found = [
-        (kernel, signature)
-        for kernel, signature in signatures(monkeypatch, launch_everything)
-        if kernel.py_func.__name__ == "fp8_norm_kernel"
-    ]
-    assert len(found) == len(WIDTHS) * 4
-    for kernel, signature in found:
-        ptx = compiled(monkeypatch, kernel, signature, cards, in_registers=cards)
-        check_registers(tmp_path, ptx[9, 0], *kernel.targetoptions["launch_bounds"], (9, 0))
-        assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx[9, 0]) is ("st.global.v4" in ptx[9, 0])
