@@ -132,9 +132,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.dtype != "auto":
         raise UserError("--dtype is for --merge and --folder: give --type for a GGUF file")
     path = Path(options.gguf)
-    file = file_of(folder)
-    if file and file.resolve() == path.resolve():
-        raise UserError(f"{path} is the model: give another file")
+    file = file_of(base_folder(folder) if is_adapter(folder) else folder)
+    if file and path.exists() and path.samefile(file):
+        what = "model of these adapters" if is_adapter(folder) else "model"
+        raise UserError(f"{path} is the {what}: give another file")
     write(folder, path, options.type)
     print_text(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {options.type}, from {shown(folder)}")
     return 0

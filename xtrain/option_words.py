@@ -95,7 +95,7 @@ HINTS = {  # options that xtrain does not have -> what to do
     "nproc-per-node": ONE_PER_GPU,
     "world-size": ONE_PER_GPU,
     "ddp": ONE_PER_GPU,
-    "tensor-parallel-size": "a model must fit on one GPU: leave it out",
+    "tensor-parallel-size": "tensor parallelism is not supported: --zero 3 trains a model that exceeds one GPU",
     "gpu-memory-utilization": "give --max-batch and --max-seq-len, which decide the memory",
     "compile": "all kernels are compiled; --graph captures the step in a CUDA graph",
     "bf16": "use --precision bf16",

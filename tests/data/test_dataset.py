@@ -420,6 +420,7 @@ def test_a_failure_of_any_read(tiny, tiny_text, tmp_path, where):
     sentence = r"cannot be (read|written) \("
     fault = errno.EIO, "read"
     n, resumed, harmless = fail_everywhere(tiny_text, tmp_path, tmp_path / where, sentence, *fault)
+    # reads without which a run goes on: 4 with Python 3.11, 6 with 3.12
     assert n >= 60 and resumed >= 10 and harmless <= 8, (n, resumed, harmless)
 
 

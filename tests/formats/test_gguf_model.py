@@ -1,6 +1,7 @@
 """GGUF files as models: what xtrain and the package gguf have written is read back, weight by weight."""
 
 import io
+import json
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from xtrain.formats.gguf_names import PRE_TOKENIZERS
 from xtrain.formats.huggingface import open_weights, read_config
 from xtrain.formats.saved_runs import model_folder
 from xtrain.formats.texts import load_texts
+from xtrain.inspect.compare import load_transformers
 
 gguf = pytest.importorskip("gguf")
 TEMPLATE = "{{ messages[0].content }}<|endoftext|>"
@@ -228,6 +230,21 @@ def test_a_folder_of_files_and_the_file_itself(tokenizer, tmp_path, capsys):
         assert xtrain.export.main(line) == 2
         assert words in capsys.readouterr().err
     assert path.read_bytes() == before
+
+
+def test_adapters_of_a_file(tokenizer, tmp_path, capsys):
+    """Neither is the file replaced by the merged model, nor can transformers read both."""
+    _, path = written(CONFIGS["qwen3"], tokenizer, tmp_path)
+    before = path.read_bytes()
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(path), "r": 1, "lora_alpha": 1}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
+    assert xtrain.export.main(["--model", str(folder), "--gguf", str(path)]) == 2
+    words = f"{path} is the model of these adapters: give another file"
+    assert words in capsys.readouterr().err and path.read_bytes() == before
+    with pytest.raises(UserError, match="holds adapters of a GGUF file, which transformers"):
+        load_transformers(folder)
 
 
 def test_what_cannot_be_read_is_one_sentence(tokenizer, tmp_path):

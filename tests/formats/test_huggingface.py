@@ -439,7 +439,8 @@ def test_a_rename_that_cannot_be_undone(replaced, monkeypatch):
 
 
 def test_a_new_folder_that_is_killed_is_absent(tmp_path, monkeypatch):
-    model, n = random_model(small(), device="cpu"), 0  # a process that is forked has no GPU
+    model = random_model(small(), device="cpu")  # a process that is forked has no GPU
+    n = 0
     folder = tmp_path / "here" / "model"
     folder.parent.mkdir()
     while killed_at(folder.parent, n := n + 1, lambda: save(model, folder), monkeypatch):

@@ -3,7 +3,10 @@
 import time
 from types import SimpleNamespace
 
-from xtrain.parallel.watchdog import AbortOnError, Watchdog
+import pytest
+
+from xtrain.parallel import command
+from xtrain.parallel.watchdog import AbortOnError, Watchdog, print_error
 from xtrain.training.loop import Loop
 from xtrain.training.single_process import SINGLE_PROCESS
 
@@ -33,6 +36,21 @@ def test_an_mpi_library_without_threads(capsys, monkeypatch):
             assert guard.heartbeats is None
         said = capsys.readouterr().err
         assert ("one thread only" in said) == (rank == 0)
+
+
+def test_a_message_of_a_thread_while_options_are_parsed(capsys):
+    """What a parser prints is kept until all ranks have parsed; the job may end before."""
+
+    class Ended(Exception):
+        pass
+
+    def parse():
+        print_error("the process of rank 0 has not run")
+        raise Ended
+
+    with pytest.raises(Ended):
+        command._parse("name", parse, SimpleNamespace(ranks=SINGLE_PROCESS))
+    assert capsys.readouterr().err == "the process of rank 0 has not run\n"
 
 
 def test_waiting_for_a_checkpoint_is_progress():

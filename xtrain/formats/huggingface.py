@@ -273,8 +273,9 @@ def read_config(folder: Path) -> ModelConfig:
     folder = source_of(folder, CONFIG)
     if not (folder / CONFIG).is_file():
         hint = "it is not a Hugging Face folder"
-        if one := min(folder.glob("*.gguf"), default=None):
-            hint = f"give a GGUF file in it, such as {one}"
+        files = [f for f in folder.glob("*.gguf") if not f.name.startswith("mmproj")]
+        if files:
+            hint = f"give a GGUF file in it, such as {min(files)}"
         raise UserError(f"{folder} has no {CONFIG}: {hint}")
     content = read_json(folder / CONFIG)
     try:

@@ -14,6 +14,7 @@ from rich.table import Table
 from ..cli import say
 from ..device import Array, to_numpy
 from ..errors import UserError
+from ..formats.adapters import base_folder, is_adapter
 from ..formats.architectures import architecture_of
 from ..formats.gguf_tensors import file_of, shown
 from ..formats.huggingface import open_weights
@@ -163,14 +164,17 @@ def load_transformers(folder: Path) -> Any:
     transformers.utils.logging.set_verbosity_error()
     file = file_of(folder)
     options = {"dtype": torch.float32, "attn_implementation": "eager", "local_files_only": True}
-    source = folder
+    if is_adapter(folder) and file_of(base_folder(folder)):
+        raise UserError(
+            f"{folder} holds adapters of a GGUF file, which transformers cannot read: merge them "
+            "with `xtrain export --merge`, and compare that folder"
+        )
     try:
         if file is not None:
-            source = file.parent
             # its own reading of the metadata lacks the width of an expert
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-            options |= {"gguf_file": file.name, "config": config}
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, **options).eval()
+            options |= {"gguf_file": str(file), "config": config}  # beside it may be other models
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
     except Exception as error:  # transformers raises many types of errors
         reason = str(error).strip().replace("\n", " ")[:300]
         raise UserError(f"transformers cannot load {shown(folder)}: {reason}") from None

@@ -50,6 +50,8 @@ def _parse(
     config: Any = None
     code: Any = 0
     printed = io.StringIO()
+    # where print_error writes: a thread of the guard may end the job meanwhile
+    printed.rich_proxied_file = sys.stderr  # type: ignore[attr-defined]
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             config = parse()

@@ -101,7 +101,8 @@ class Ranks(SingleProcess):
         gathered = self.gather(things)
         for rank, other in enumerate(gathered):
             for name in gathered[0] | other:
-                own, first = (values.get(name) for values in (other, gathered[0]))
+                own = other.get(name)
+                first = gathered[0].get(name)
                 if repr(own) != repr(first):  # nan is not equal to itself
                     raise UserError(
                         f"rank {rank} has {name} {own}, rank 0 has {first}: all ranks need "
@@ -249,6 +250,8 @@ def _when_all_ranks_have_started(MPI: Any, library: str) -> Ranks:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "suspicious MPI")  # check_launcher knows better
                 MPI.Init_thread()
+        atexit.unregister(_limit_finalize)  # once, however often ranks connect
+        if hasattr(signal, "alarm"):  # not on Windows
             atexit.register(_limit_finalize)
         check_launcher(library, MPI.COMM_WORLD.size, os.environ)
         return Ranks(MPI.COMM_WORLD)

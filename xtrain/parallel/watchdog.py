@@ -109,7 +109,8 @@ class AbortOnError:
                 code = 1
             self._abort_with_traceback(error, code if isinstance(code, int) and code else 1)
         if self.heartbeats is not None:
-            self.heartbeats.stop()
+            with contextlib.suppress(KeyboardInterrupt):  # this rank has done its work
+                self.heartbeats.stop()
         self.monitor.sign_off()
         return True
 
