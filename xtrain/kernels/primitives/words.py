@@ -162,12 +162,7 @@ def _aligned(n, i, site):
 
 
 def _read(thread, registers, n, dtype, site):
-    return np.array([thread.load(registers, j, site) for j in range(n)], dtype)
-
-
-def _write(thread, registers, values, site):
-    for j, value in enumerate(values):
-        thread.store(registers, j, value, site)
+    return np.array(thread.load_registers(registers, n, site), dtype)
 
 
 def _words_in(n, x):
@@ -178,7 +173,7 @@ def _simulated_load(n):
     def simulated(thread, site, words, x, i):
         _aligned(n, i, site)
         elements = np.array([thread.load(x, i + j, site) for j in range(n)], x.dtype)
-        _write(thread, words, elements.view(np.uint32), site)
+        thread.store_registers(words, elements.view(np.uint32), site)
 
     return simulated
 
@@ -198,7 +193,7 @@ def _simulated_unpack(n):
         elements = _read(thread, words, _words_in(n, x), np.uint32, site).view(x.dtype)
         if x.dtype == np.uint16:
             elements = (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        _write(thread, values, elements, site)
+        thread.store_registers(values, elements, site)
 
     return simulated
 
@@ -208,7 +203,7 @@ def _simulated_pack(n):
         floats = _read(thread, values, n, np.float32, site)
         if x.dtype == np.uint16:
             floats = floats.astype(ml_dtypes.bfloat16)
-        _write(thread, words, floats.view(np.uint32), site)
+        thread.store_registers(words, floats.view(np.uint32), site)
 
     return simulated
 
