@@ -484,6 +484,41 @@ def uses_registers(out, x, written, n):
         out[t, i] = table[1, i]
 
 
+def reverses_words(*args):
+    raise NotImplementedError
+
+
+@simulator.simulates(reverses_words)
+def reverse_words(thread, site, out, x, i):
+    values = np.array(thread.load_elements(x, i, 4, site))
+    thread.store_elements(out, i, values[::-1], site)
+
+
+@cuda.jit
+def uses_words(out, x, first, step, apart):
+    shared = cuda.shared.array(8, float32)
+    i = apart * cuda.threadIdx.x
+    reverses_words(shared[first:], x, i)
+    reverses_words(out[::step], shared, i)
+
+
+def test_neighbours_are_checked_as_single_elements():
+    x = f32(8)
+    for observer in (None, Observer()):
+        with observe(observer) if observer else contextlib.nullcontext():
+            for step in (1, 2):
+                out = np.zeros(8 * step, np.float32)
+                run(uses_words, 1, 2, out, x, 0, step, 4)
+                np.testing.assert_array_equal(out[::step], x)
+            out = np.zeros(8, np.float32)
+            with pytest.raises(simulator.UninitializedError, match=r"element 0\b.*reverses_words"):
+                run(uses_words, 1, 1, out, x, 1, 1, 4)
+            with pytest.raises(simulator.RaceError):
+                run(uses_words, 1, 2, out, x, 0, 1, 3)
+            with pytest.raises(simulator.OutOfBoundsError, match="element 6 in reverses_words"):
+                run(uses_words, 1, 2, out, x[:6], 0, 1, 4)
+
+
 @cuda.jit
 def shares_registers(out):
     pair = cuda.shared.array(2, float32)

@@ -99,6 +99,22 @@ class Accesses:
                 return a.flat[a.start : a.start + n].copy()
         return [self.load(a, j, site) for j in range(n)]
 
+    def load_elements(self, a, i, n, site):
+        """Return a[i], ..., a[i + n - 1] for an intrinsic: `load` of each, with one look at the
+        array."""
+        first = _first_of_elements(a, i, n)
+        if first is None or not self.block.eager:
+            return [self.load(a, i + j, site) for j in range(n)]
+        writes = a.memory.writes
+        for k in range(first, first + n):
+            if a.reader is self.mark and k in writes:
+                a.run[k] = site
+            else:
+                read = self._read(a, k + a.bias, k - a.start, site)
+                if read is not None:
+                    Unset(a.flat[k], read).use("an instruction", site)
+        return a.flat[first : first + n].copy()
+
     def _element_of(self, a, index, site):
         """Return an element of a tuple or of an array of records, or a field of a record."""
         if isinstance(a, Array):
@@ -204,6 +220,19 @@ class Accesses:
             return
         for j, value in enumerate(values):
             self.store(a, j, value, site)
+
+    def store_elements(self, a, i, values, site):
+        """Set a[i], a[i + 1], ... for an intrinsic: `store` of each value of an array, with one
+        look at the array."""
+        n = len(values)
+        first = _first_of_elements(a, i, n)
+        if first is None or a.dtype != values.dtype:
+            for j, value in enumerate(values):
+                self.store(a, i + j, value, site)
+            return
+        for k, value in enumerate(values, first):
+            self._write(a, k + a.bias, k - a.start, site, k, value)
+            a.flat[k] = value
 
     def _store_object(self, a, k, index, value, site):
         """Store something that is not a number."""
@@ -435,6 +464,22 @@ def _is_row_of_registers(a, n) -> bool:
         and a.steps[0] == 1
         and a.dtype.kind in "iuf"
     )
+
+
+def _first_of_elements(a, i, n):
+    """Return the position of a[i] in a.flat if a[i], ..., a[i + n - 1] are numbers side by side in
+    memory of several threads, else None."""
+    if (
+        type(a) is Array
+        and a.dense
+        and not a.memory.local
+        and a.ndim == 1
+        and a.steps[0] == 1
+        and 0 <= i <= a.dims[0] - n
+        and a.dtype.kind in "iuf"
+    ):
+        return a.start + int(i)
+    return None
 
 
 def _shape(shape) -> tuple[int, ...]:

@@ -283,7 +283,7 @@ def _check_multiple(site, i, count):
 def _simulated_load(count):
     def simulated(thread, site, words, x, i):
         _check_multiple(site, i, count)
-        codes = np.array([thread.load(x, i + j, site) for j in range(count)], x.dtype)
+        codes = np.array(thread.load_elements(x, i, count, site), x.dtype)
         thread.store_registers(words, codes.view(np.uint32), site)
 
     return simulated
@@ -362,8 +362,7 @@ def _simulated_store(count):
     def simulated(thread, site, x, i, words):
         _check_multiple(site, i, count)
         codes = np.array(thread.load_registers(words, count // 4, site), np.uint32)
-        for j, code in enumerate(codes.view(np.uint8)):
-            thread.store(x, i + j, code, site)
+        thread.store_elements(x, i, codes.view(np.uint8), site)
 
     return simulated
 

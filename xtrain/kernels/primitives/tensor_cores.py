@@ -335,7 +335,7 @@ def _simulated_ldmatrix(transpose):
                     f"behind {thread.block.static_bytes} bytes of static arrays: make each of them "
                     f"a multiple of {unit} bytes",
                 )
-            matrices[m, thread.lane % 8] = [thread.load(smem, start + j, site) for j in range(8)]
+            matrices[m, thread.lane % 8] = thread.load_elements(smem, start, 8, site)
             banks[m].add(start // 8 % 8)
         n = min(map(len, banks))
         if n < 8:  # not wrong but slow; a correctly swizzled tile has no conflicts

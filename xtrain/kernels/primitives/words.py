@@ -172,7 +172,7 @@ def _words_in(n, x):
 def _simulated_load(n):
     def simulated(thread, site, words, x, i):
         _aligned(n, i, site)
-        elements = np.array([thread.load(x, i + j, site) for j in range(n)], x.dtype)
+        elements = np.array(thread.load_elements(x, i, n, site), x.dtype)
         thread.store_registers(words, elements.view(np.uint32), site)
 
     return simulated
@@ -182,8 +182,7 @@ def _simulated_store(n):
     def simulated(thread, site, x, i, words):
         _aligned(n, i, site)
         elements = _read(thread, words, _words_in(n, x), np.uint32, site).view(x.dtype)
-        for j, element in enumerate(elements):
-            thread.store(x, i + j, element, site)
+        thread.store_elements(x, i, elements, site)
 
     return simulated
 
