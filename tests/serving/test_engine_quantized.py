@@ -184,7 +184,7 @@ SIM = dict(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=
 @pytest.mark.parametrize(
     "kind, precision, most, experts",
     [("int8", "bf16", 0.05, {}), ("fp8", "fp32", 1e-5, {}), ("int4", "bf16", 0.05, {})]
-    + [("int4", "fp32", 1e-5, dict(n_experts=3, experts_per_token=2, expert_hidden_dim=16))],
+    + [("int4", "fp32", 1e-5, dict(dim=16, n_experts=3, experts_per_token=2, expert_hidden_dim=8))],
 )
 @small_tiles()
 def test_logits_in_the_simulator(kind, precision, most, experts, monkeypatch):

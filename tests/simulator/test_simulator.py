@@ -1,5 +1,6 @@
 """xtrain.simulator: kernels of every kind compute the right result. The types and the reports are tested in other files."""
 
+import contextlib
 import inspect
 import math
 
@@ -10,6 +11,7 @@ from numba.cuda import libdevice
 
 from xtrain import simulator
 from xtrain.simulator import KernelError, SimArray, run, sim
+from xtrain.simulator.observers import Observer, observe
 
 FULL = 0xFFFFFFFF
 TILE = 4
@@ -459,6 +461,101 @@ def test_intrinsics_have_simulated_twins():
     np.testing.assert_allclose(out, (2 * (x[:-1] + x[1:]) + 3)[::-1], rtol=1e-5)
     with pytest.raises(simulator.OutOfBoundsError, match=r"element 32 in only_on_a_gpu\(x, i\)"):
         run(uses_intrinsics, 1, 32, out, x[:32])
+
+
+def doubles_registers(*args):
+    raise NotImplementedError
+
+
+@simulator.simulates(doubles_registers)
+def double_registers(thread, site, registers, n):
+    values = np.array(thread.load_registers(registers, int(n), site))
+    thread.store_registers(registers, 2 * values, site)
+
+
+@cuda.jit
+def uses_registers(out, x, written, n):
+    t = cuda.threadIdx.x
+    table = cuda.local.array((2, 4), float32)
+    for i in range(written):
+        table[1, i] = x[t + i]
+    doubles_registers(table[1], n)
+    for i in range(4):
+        out[t, i] = table[1, i]
+
+
+def reverses_words(*args):
+    raise NotImplementedError
+
+
+@simulator.simulates(reverses_words)
+def reverse_words(thread, site, out, x, i):
+    values = np.array(thread.load_elements(x, i, 4, site))
+    thread.store_elements(out, i, values[::-1], site)
+
+
+@cuda.jit
+def uses_words(out, x, first, step, apart):
+    shared = cuda.shared.array(8, float32)
+    i = apart * cuda.threadIdx.x
+    reverses_words(shared[first:], x, i)
+    reverses_words(out[::step], shared, i)
+
+
+def test_neighbours_are_checked_as_single_elements():
+    x = f32(8)
+    for observer in (None, Observer()):
+        with observe(observer) if observer else contextlib.nullcontext():
+            for step in (1, 2):
+                out = np.zeros(8 * step, np.float32)
+                run(uses_words, 1, 2, out, x, 0, step, 4)
+                np.testing.assert_array_equal(out[::step], x)
+            out = np.zeros(8, np.float32)
+            with pytest.raises(simulator.UninitializedError, match=r"element 0\b.*reverses_words"):
+                run(uses_words, 1, 1, out, x, 1, 1, 4)
+            with pytest.raises(simulator.RaceError):
+                run(uses_words, 1, 2, out, x, 0, 1, 3)
+            with pytest.raises(simulator.OutOfBoundsError, match="element 6 in reverses_words"):
+                run(uses_words, 1, 2, out, x[:6], 0, 1, 4)
+
+
+@cuda.jit
+def shares_registers(out):
+    pair = cuda.shared.array(2, float32)
+    if cuda.threadIdx.x == 0:
+        pair[0] = out[0]
+        pair[1] = out[1]
+    cuda.syncthreads()
+    doubles_registers(pair, 2)
+    cuda.syncthreads()
+    out[0] = pair[0]
+
+
+def test_registers_are_checked_as_single_elements():
+    """A row of a local array, at once or, with an observer, one by one: same values, same findings."""
+    x = f32(5)
+
+    class Count(Observer):
+        accesses = 0
+
+        def access(self, thread, array, k, site, how, value):
+            self.accesses += "doubles_registers" in thread.instruction
+
+    for observer in (None, Count()):
+        with observe(observer) if observer else contextlib.nullcontext():
+            out = np.zeros((2, 4), np.float32)
+            run(uses_registers, 1, 2, out, x, 4, 3)
+            factors = np.float32([2, 2, 2, 1])
+            np.testing.assert_array_equal(out, [x[:4] * factors, x[1:] * factors])
+            with pytest.raises(
+                simulator.UninitializedError, match=r"element 2\b.*doubles_registers"
+            ):
+                run(uses_registers, 1, 2, out, x, 2, 3)
+            with pytest.raises(simulator.OutOfBoundsError, match=r"element 4 in doubles_registers"):
+                run(uses_registers, 1, 2, out, x, 4, 5)
+            with pytest.raises(simulator.RaceError):
+                run(shares_registers, 1, 2, out[0])
+    assert observer.accesses > 2 * 6
 
 
 def test_line_numbers_survive():

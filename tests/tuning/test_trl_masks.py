@@ -77,9 +77,15 @@ def of_trl(source, messages, tools):
     return text, runs(text, [any(a <= i < b for a, b in places) for i in range(len(text))])
 
 
+@functools.cache
+def chat_template(source):
+    """Compiled once for all conversations."""
+    return ChatTemplate(source, SPECIAL)
+
+
 def of_xtrain(source, messages, tools, tokenizer):
     """Return the text, what xtrain trains of it, and the generation prompt; None if it refuses."""
-    template = ChatTemplate(source, SPECIAL)
+    template = chat_template(source)
     record = Record(Path("x"), 1, {"messages": messages, "tools": tools})
     try:
         conversation = Conversation.of(record)

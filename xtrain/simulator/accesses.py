@@ -14,11 +14,12 @@ import numpy as np
 from . import errors, releases
 from .arrays import Array, Record, RecordArray, new_array, poison
 from .memory import add_reader, share, unordered
-from .scalars import dtype_of
+from .scalars import Int32, UInt32, dtype_of
 from .unset import Unset
 
 ATOMIC = "atomically changed"  # the verb in a report
 LOADED = "atomically read"
+_PLAIN = {int, np.int64, Int32, UInt32}  # the usual types of an index
 
 
 class Accesses:
@@ -30,7 +31,14 @@ class Accesses:
         """a[index]"""
         if type(a) is not Array:
             return self._element_of(a, index, site)
-        k = a.locate(index)
+        k = None
+        if a.ndim == 1 and type(index) in _PLAIN:  # as a.locate does, without the call
+            i = as_int(index)
+            n, step, start = a.plane
+            if 0 <= i < n:
+                k = start + i * step
+        else:
+            k = a.locate(index)
         if k is None:
             k = a.row(index)
             if k is None:
@@ -61,17 +69,19 @@ class Accesses:
         return value
 
     def load_2d(self, a, i, j, site):
-        """a[i, j]: `load` with all that it calls for shared memory that is only read at the
-        moment."""
+        """a[i, j]: `load` with all that it calls for local memory and for shared memory that is
+        only read at the moment."""
         try:
-            if a.reader is self.mark:
+            local = a.memory.local
+            if local or a.reader is self.mark:
                 y = as_int(i)
                 x = as_int(j)
                 n, m, row, column, start = a.plane
                 if 0 <= y < n and 0 <= x < m:
                     k = start + y * row + x * column
                     if k in a.memory.writes:
-                        a.run[k] = site
+                        if not local:
+                            a.run[k] = site
                         value = a.flat[k]
                         if a.wrap is None:
                             return value
@@ -79,6 +89,31 @@ class Accesses:
         except (AttributeError, TypeError, ValueError):  # no array, no integers, not two axes
             pass
         return self.load(a, (i, j), site)
+
+    def load_registers(self, a, n, site):
+        """Return a[0], a[1], ..., a[n - 1] for an intrinsic: `load` of each, at once if this thread
+        has written them all."""
+        if _is_row_of_registers(a, n):
+            keys = range(a.start, a.start + n)
+            if all(map(a.memory.writes.__contains__, keys)):
+                return a.flat[a.start : a.start + n].copy()
+        return [self.load(a, j, site) for j in range(n)]
+
+    def load_elements(self, a, i, n, site):
+        """Return a[i], ..., a[i + n - 1] for an intrinsic: `load` of each, with one look at the
+        array."""
+        first = _first_of_elements(a, i, n)
+        if first is None or not self.block.eager:
+            return [self.load(a, i + j, site) for j in range(n)]
+        writes = a.memory.writes
+        for k in range(first, first + n):
+            if a.reader is self.mark and k in writes:
+                a.run[k] = site
+            else:
+                read = self._read(a, k + a.bias, k - a.start, site)
+                if read is not None:
+                    Unset(a.flat[k], read).use("an instruction", site)
+        return a.flat[first : first + n].copy()
 
     def _element_of(self, a, index, site):
         """Return an element of a tuple or of an array of records, or a field of a record."""
@@ -147,7 +182,14 @@ class Accesses:
             for key in value.all_keys():
                 self._read(value._array, key, index, site)
             value = value.value()
-        k = a.locate(index)
+        if type(a) is Array and a.ndim == 1 and type(index) in _PLAIN:  # see load
+            i = as_int(index)
+            n, step, start = a.plane
+            k = None
+            if 0 <= i < n:
+                k = start + i * step
+        else:
+            k = a.locate(index)
         if k is None:
             k = self._find(a, index, site, stores=True)
             if type(k) is not int:
@@ -166,6 +208,31 @@ class Accesses:
                 a.flat[k] = a.convert(value)
         except TypeError:
             self._store_object(a, k, index, value, site)
+
+    def store_registers(self, a, values, site):
+        """Set a[0], a[1], ... for an intrinsic: `store` of each value of an array, at once where
+        its numbers need no conversion."""
+        n = len(values)
+        if _is_row_of_registers(a, n) and a.writeable and a.dtype == values.dtype:
+            keys = range(a.start, a.start + n)
+            a.memory.writes.update(dict.fromkeys(keys, (self.mark, site)))
+            a.flat[a.start : a.start + n] = values
+            return
+        for j, value in enumerate(values):
+            self.store(a, j, value, site)
+
+    def store_elements(self, a, i, values, site):
+        """Set a[i], a[i + 1], ... for an intrinsic: `store` of each value of an array, with one
+        look at the array."""
+        n = len(values)
+        first = _first_of_elements(a, i, n)
+        if first is None or a.dtype != values.dtype:
+            for j, value in enumerate(values):
+                self.store(a, i + j, value, site)
+            return
+        for k, value in enumerate(values, first):
+            self._write(a, k + a.bias, k - a.start, site, k, value)
+            a.flat[k] = value
 
     def _store_object(self, a, k, index, value, site):
         """Store something that is not a number."""
@@ -385,6 +452,34 @@ class Accesses:
         if isinstance(values, Array):
             return values
         return self.block.launch.constant(values)
+
+
+def _is_row_of_registers(a, n) -> bool:
+    """Are a[0], ..., a[n - 1] numbers side by side in memory that no other thread has?"""
+    return (
+        type(a) is Array
+        and a.memory.local
+        and a.ndim == 1
+        and n <= a.dims[0]
+        and a.steps[0] == 1
+        and a.dtype.kind in "iuf"
+    )
+
+
+def _first_of_elements(a, i, n):
+    """Return the position of a[i] in a.flat if a[i], ..., a[i + n - 1] are numbers side by side in
+    memory of several threads, else None."""
+    if (
+        type(a) is Array
+        and a.dense
+        and not a.memory.local
+        and a.ndim == 1
+        and a.steps[0] == 1
+        and 0 <= i <= a.dims[0] - n
+        and a.dtype.kind in "iuf"
+    ):
+        return a.start + int(i)
+    return None
 
 
 def _shape(shape) -> tuple[int, ...]:

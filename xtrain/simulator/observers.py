@@ -126,6 +126,20 @@ class _Observed:
                 self._tell(a, k, site, WRITE, value)
         return super().store(a, index, value, site)
 
+    def load_registers(self, a, n, site):
+        return [self.load(a, j, site) for j in range(n)]
+
+    def store_registers(self, a, values, site):
+        for j, value in enumerate(values):
+            self.store(a, j, value, site)
+
+    def load_elements(self, a, i, n, site):
+        return [self.load(a, i + j, site) for j in range(n)]
+
+    def store_elements(self, a, i, values, site):
+        for j, value in enumerate(values):
+            self.store(a, i + j, value, site)
+
     def _atomic(self, site, a, index, name, change, **how):
         k = a.locate(index)
         if k is not None:

@@ -109,7 +109,8 @@ class Thread(Accesses):
     def intrinsic(self, function, site, *args):
         """Call a simulated intrinsic. A value that was never written is reported where it reads
         it."""
-        args = [plain(a, "an instruction", site) for a in args]
+        if Unset in map(type, args):
+            args = tuple(plain(a, "an instruction", site) for a in args)
         self.block.eager = True
         self.instruction = function.__qualname__
         try:

@@ -76,10 +76,25 @@ def use(monkeypatch):
     return switch
 
 
+@pytest.fixture
+def short_steps(monkeypatch):
+    """The tiled kernels take 4 terms at a time, not 16, since the simulator computes also those that are missing."""
+    if GPU:
+        yield
+        return
+    monkeypatch.setattr(tiled, "BK", 4)
+    makers = tiled.make_kernel, tiled.make_load
+    for make in makers:
+        make.cache_clear()
+    yield
+    for make in makers:
+        make.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def right():
     """-> the results that the kernels without bugs have computed well"""
-    return set()
+    return {}
 
 
 NAMES = ("y", "dx", "dw", "dw added")
@@ -156,6 +171,8 @@ def test_against_float64(use, version):
 @pytest.mark.parametrize("routing", REST)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_more_routings(use, version, routing):
+    if not GPU and version == "tiled bf16" and routing == "more than a tile":
+        pytest.skip("only loads and stores differ from those of float32")
     check(version, use(version), routing)
 
 
@@ -216,21 +233,13 @@ def test_no_tokens_and_sentinels(use, monkeypatch, version):
 
 
 # ----------------------------------------------------------------------------- codes
-def coded_products(version, dtype, routing, kind, buffer, monkeypatch):
-    """-> order, (y, dx) with codes, (y, dx) with the arrays that they stand for. buffer: see BUFFER"""
-    O, I = (72, 24) if version in NEEDS else (5, 19)  # noqa: E741
+def with_codes(version, dtype, routing, kind, widths=None):
+    """-> order, x, dy, the codes of w, the array that they stand for, where kernels run"""
+    O, I = widths or ((72, 24) if version in NEEDS else (5, 7))  # noqa: E741
     order, x, w, dy, _ = case(routing, O, I, dtype)
     codes = quantize(w.reshape(-1, I), kind)
-    order = on_device(order)
-    x, dy = map(to_kernel, (x, dy))
-    found = []
-    for matrices in (on_kernel(codes), to_kernel(dequantize(codes).reshape(w.shape))):
-        with monkeypatch.context() as patch:
-            patch.setattr(file, "BUFFER", buffer)
-            found.append(
-                [grouped_product(x, matrices, order), grouped_product_dx(dy, matrices, order)]
-            )
-    return order, *found
+    dense = dequantize(codes).reshape(w.shape)
+    return on_device(order), to_kernel(x), to_kernel(dy), on_kernel(codes), to_kernel(dense)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -248,16 +257,22 @@ def test_references_compute_with_what_codes_stand_for(kind):
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
     "version, kind, buffer",
-    [("tiled", "int4", 1), ("tiled", "int8", 2 * 5 * 19 * 4), ("mma", "nf4", 1), ("hopper", "int8", 1), ("hopper", "fp8", 1 << 30)],
+    [("tiled", "int4", 1), ("tiled", "int8", 2 * 5 * 7 * 4), ("mma", "nf4", 1), ("hopper", "int8", 1), ("hopper", "fp8", 1 << 30)],
 )  # fmt: skip
 def test_codes_have_the_bits_of_what_they_stand_for(
-    use, monkeypatch, version, kind, buffer, routing
+    use, short_steps, monkeypatch, version, kind, buffer, routing
 ):
     """A matrix at a time, two, or all: other experts' rows stay, padding and unused tiles are zeros."""
     if routing != FIRST and not (GPU or SLOW):
         pytest.skip("slow: XTRAIN_SLOW=1")  # FIRST has an empty expert, padding and an unused tile
-    dtype = use(version)
-    order, found, wanted = coded_products(version, dtype, routing, kind, buffer, monkeypatch)
+    if not GPU and routing == "more than a tile" and version != "hopper":
+        pytest.skip("one expert: its matrix is all of them")
+    widths = (8, 24) if version == "mma" and not GPU else None
+    order, x, dy, *matrices = with_codes(version, use(version), routing, kind, widths)
+    monkeypatch.setattr(file, "BUFFER", buffer)
+    found, wanted = (
+        (grouped_product(x, m, order), grouped_product_dx(dy, m, order)) for m in matrices
+    )
     for a, b in zip(found, wanted, strict=True):
         assert same_bytes(to_host(a), to_host(b))
         assert not to_host(a)[to_host(order.pairs_M) < 0].any()
@@ -277,20 +292,22 @@ def test_codes_have_the_bits_of_what_they_stand_for(
         (hopper, "make_consumer", "steps > 0 or (not ADDED and e != OTHER)", "not ADDED or steps > 0"),
     ],
 )  # fmt: skip
-def test_planted_bugs_of_codes(use, right, monkeypatch, module, name, old, new):
+def test_planted_bugs_of_codes(use, short_steps, right, monkeypatch, module, name, old, new):
     version = "hopper" if module is hopper else "tiled"
     dtype = use(version)
     monkeypatch.setattr(file, "BUFFER", 1)  # also in the changed copy of a function
     # whose counts are others than those of the first expert
     routing = "all tokens to one expert" if "counts_E" in old else FIRST
 
+    order, x, _, codes, dense = with_codes(version, dtype, routing, "int8")
+
     def check():
-        _, found, wanted = coded_products(version, dtype, routing, "int8", 1, monkeypatch)
-        assert all(same_bytes(to_host(a), to_host(b)) for a, b in zip(found, wanted))
+        y = to_host(grouped_product(x, codes, order))
+        assert same_bytes(y, right[version, routing])
 
     if (version, routing) not in right:
+        right[version, routing] = to_host(grouped_product(x, dense, order))
         check()
-        right.add((version, routing))
     modules = [module, mma] if module is tiled else [module, file]
     with with_planted_bug(modules, name, old, new), pytest.raises((KernelError, AssertionError)):
         check()
@@ -365,4 +382,4 @@ def test_planted_bugs(use, right, bug):
                 error()
     if result not in right:  # without a bug once for each result
         assert error() < 1e-2
-        right.add(result)
+        right[result] = True

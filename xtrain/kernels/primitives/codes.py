@@ -283,9 +283,8 @@ def _check_multiple(site, i, count):
 def _simulated_load(count):
     def simulated(thread, site, words, x, i):
         _check_multiple(site, i, count)
-        codes = np.array([thread.load(x, i + j, site) for j in range(count)], x.dtype)
-        for j, word in enumerate(codes.view(np.uint32)):
-            thread.store(words, j, word, site)
+        codes = np.array(thread.load_elements(x, i, count, site), x.dtype)
+        thread.store_registers(words, codes.view(np.uint32), site)
 
     return simulated
 
@@ -301,21 +300,18 @@ def _codes(words, x):
 
 @simulates(codes_to_floats)
 def _simulated_floats(thread, site, values, words, x):
-    codes = _codes([thread.load(words, j, site) for j in range(4)], x)
-    for j, value in enumerate(code_values(codes)):
-        thread.store(values, j, value, site)
+    codes = _codes(thread.load_registers(words, 4, site), x)
+    thread.store_registers(values, code_values(codes), site)
 
 
 @simulates(codes_to_bf16)
 def _simulated_pairs(thread, site, pairs, word, x):
     values = (code_values(_codes([word], x)) / np.float32(BF16_UNIT)).astype(ml_dtypes.bfloat16)
-    for j, pair in enumerate(values.view(np.uint32)):
-        thread.store(pairs, j, pair, site)
+    thread.store_registers(pairs, values.view(np.uint32), site)
 
 
 def _store_pairs(thread, site, pairs, values):
-    for j, pair in enumerate(values.astype(ml_dtypes.bfloat16).view(np.uint32)):
-        thread.store(pairs, j, pair, site)
+    thread.store_registers(pairs, values.astype(ml_dtypes.bfloat16).view(np.uint32), site)
 
 
 @simulates(int4_to_bf16)
@@ -350,26 +346,23 @@ simulates(e5m2_codes4)(_simulated_codes4(E5M2))
 
 @simulates(transpose_codes)
 def _simulated_transpose(thread, site, words):
-    rows = np.array([thread.load(words, j, site) for j in range(4)], np.uint32).view(np.uint8)
+    rows = np.array(thread.load_registers(words, 4, site), np.uint32).view(np.uint8)
     columns = np.ascontiguousarray(rows.reshape(4, 4).T).reshape(-1).view(np.uint32)
-    for j, word in enumerate(columns):
-        thread.store(words, j, word, site)
+    thread.store_registers(words, columns, site)
 
 
 @simulates(interleave_codes)
 def _simulated_interleave(thread, site, words):
-    rows = np.array([thread.load(words, j, site) for j in range(2)], np.uint32).view(np.uint8)
+    rows = np.array(thread.load_registers(words, 2, site), np.uint32).view(np.uint8)
     pairs = np.ascontiguousarray(rows.reshape(2, 4).T).reshape(-1).view(np.uint32)
-    for j, word in enumerate(pairs):
-        thread.store(words, j, word, site)
+    thread.store_registers(words, pairs, site)
 
 
 def _simulated_store(count):
     def simulated(thread, site, x, i, words):
         _check_multiple(site, i, count)
-        codes = np.array([thread.load(words, j, site) for j in range(count // 4)], np.uint32)
-        for j, code in enumerate(codes.view(np.uint8)):
-            thread.store(x, i + j, code, site)
+        codes = np.array(thread.load_registers(words, count // 4, site), np.uint32)
+        thread.store_elements(x, i, codes.view(np.uint8), site)
 
     return simulated
 

@@ -68,8 +68,8 @@ def load_floats(thread, site, registers, address):
     engines = thread.block.engines
     first, end = engines.span(thread, address, 8, site, 8)
     engines.read(thread, first, end, engines.clocks[:, thread.index], site, "")
-    for j, value in enumerate(engines.bytes[4 * first : 4 * end].view(np.float32)):
-        thread.store(registers, j, value, site)
+    values = engines.bytes[4 * first : 4 * end].view(np.float32)
+    thread.store_registers(registers, values, site)
 
 
 def store_floats(thread, site, address, registers):
@@ -77,7 +77,7 @@ def store_floats(thread, site, address, registers):
     engines = thread.block.engines
     first, end = engines.span(thread, address, 8, site, 8)
     engines.write(thread, first, end, engines.clocks[:, thread.index], site)
-    values = [thread.load(registers, j, site) for j in range(2)]
+    values = thread.load_registers(registers, 2, site)
     engines.bytes[4 * first : 4 * end].view(np.float32)[:] = values
 
 
@@ -473,7 +473,7 @@ def _from_registers(threads, site, arrays, slices, groups):
     """
     packed = np.empty((128, 4 * slices), np.uint32)
     for i, (thread, array) in enumerate(zip(threads, arrays)):
-        packed[i] = [thread.load(array, j, site) for j in range(4 * slices)]
+        packed[i] = thread.load_registers(array, 4 * slices, site)
         array.writeable = False
         array.memory.busy = (site, "which is an operand of")
         groups[i // 32].inputs.append(array)
@@ -493,7 +493,7 @@ def _accumulator_values(thread, acc, n, site):
     pending_product = _pending_products(thread).get(id(acc.memory))
     if pending_product is not None:
         return pending_product[1]
-    return [thread.load(acc, j, site) for j in range(n // 2)]
+    return thread.load_registers(acc, n // 2, site)
 
 
 def _start_product(thread, acc, group, values, site):

@@ -268,15 +268,24 @@ def _to_float32(halves):
     return (np.asarray(halves, np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def _float32_of(bits):
+    return np.uint32(bits).view(np.float32)
+
+
 def _register_index(registers, j):
     return j if registers.ndim == 1 else np.unravel_index(j, registers.dims)
 
 
 def _fragment(thread, registers, n, site):
+    if registers.ndim == 1:
+        return thread.load_registers(registers, n, site)
     return [thread.load(registers, _register_index(registers, j), site) for j in range(n)]
 
 
 def _set_fragment(thread, registers, values, site):
+    if registers.ndim == 1:
+        thread.store_registers(registers, np.asarray(values), site)
+        return
     for j, value in enumerate(values):
         thread.store(registers, _register_index(registers, j), value, site)
 
@@ -326,7 +335,7 @@ def _simulated_ldmatrix(transpose):
                     f"behind {thread.block.static_bytes} bytes of static arrays: make each of them "
                     f"a multiple of {unit} bytes",
                 )
-            matrices[m, thread.lane % 8] = [thread.load(smem, start + j, site) for j in range(8)]
+            matrices[m, thread.lane % 8] = thread.load_elements(smem, start, 8, site)
             banks[m].add(start // 8 % 8)
         n = min(map(len, banks))
         if n < 8:  # not wrong but slow; a correctly swizzled tile has no conflicts
@@ -430,7 +439,7 @@ simulates(exp2)(lambda thread, site, x: np.exp2(np.float32(x)))
 simulates(log2)(lambda thread, site, x: np.log2(np.float32(x)))
 simulates(fmax)(lambda thread, site, x, y: np.fmax(np.float32(x), np.float32(y)))
 simulates(pack_bf16)(lambda thread, site, x, y: _pairs([_bits(x), _bits(y)])[0])
-simulates(low_bf16)(lambda thread, site, pair: _to_float32(_halves([pair]))[0])
-simulates(high_bf16)(lambda thread, site, pair: _to_float32(_halves([pair]))[1])
+simulates(low_bf16)(lambda thread, site, pair: _float32_of(int(pair) << 16 & 0xFFFF0000))
+simulates(high_bf16)(lambda thread, site, pair: _float32_of(int(pair) & 0xFFFF0000))
 simulates(warp_id)(lambda thread, site: np.int64(thread.warp))
 simulates(opaque)(lambda thread, site, n: n)

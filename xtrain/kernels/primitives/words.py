@@ -162,12 +162,7 @@ def _aligned(n, i, site):
 
 
 def _read(thread, registers, n, dtype, site):
-    return np.array([thread.load(registers, j, site) for j in range(n)], dtype)
-
-
-def _write(thread, registers, values, site):
-    for j, value in enumerate(values):
-        thread.store(registers, j, value, site)
+    return np.array(thread.load_registers(registers, n, site), dtype)
 
 
 def _words_in(n, x):
@@ -177,8 +172,8 @@ def _words_in(n, x):
 def _simulated_load(n):
     def simulated(thread, site, words, x, i):
         _aligned(n, i, site)
-        elements = np.array([thread.load(x, i + j, site) for j in range(n)], x.dtype)
-        _write(thread, words, elements.view(np.uint32), site)
+        elements = np.array(thread.load_elements(x, i, n, site), x.dtype)
+        thread.store_registers(words, elements.view(np.uint32), site)
 
     return simulated
 
@@ -187,8 +182,7 @@ def _simulated_store(n):
     def simulated(thread, site, x, i, words):
         _aligned(n, i, site)
         elements = _read(thread, words, _words_in(n, x), np.uint32, site).view(x.dtype)
-        for j, element in enumerate(elements):
-            thread.store(x, i + j, element, site)
+        thread.store_elements(x, i, elements, site)
 
     return simulated
 
@@ -198,7 +192,7 @@ def _simulated_unpack(n):
         elements = _read(thread, words, _words_in(n, x), np.uint32, site).view(x.dtype)
         if x.dtype == np.uint16:
             elements = (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        _write(thread, values, elements, site)
+        thread.store_registers(values, elements, site)
 
     return simulated
 
@@ -208,7 +202,7 @@ def _simulated_pack(n):
         floats = _read(thread, values, n, np.float32, site)
         if x.dtype == np.uint16:
             floats = floats.astype(ml_dtypes.bfloat16)
-        _write(thread, words, floats.view(np.uint32), site)
+        thread.store_registers(words, floats.view(np.uint32), site)
 
     return simulated
 
