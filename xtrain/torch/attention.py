@@ -22,10 +22,10 @@ from .register import call, register_op
 NAME = "xtrain"  # of the implementation in transformers
 
 
-def _bounds(first, last, window):
+def _bounds(first, last, window, S):
     if first is not None:
         return KeyBounds(0, first, last)
-    return KeyBounds(window) if window else UNBOUNDED
+    return KeyBounds(window) if 0 != window < S else UNBOUNDED
 
 
 def _check(q, k, v, causal):
@@ -52,11 +52,13 @@ def _fake(q, k, v, first, last, scale, causal, window):
 
 def _forward(q, k, v, first, last, scale, causal, window):
     _check(q, k, v, causal)
-    return _flash.flash_attention_fwd(q, k, v, scale, causal, _bounds(first, last, window))
+    return _flash.flash_attention_fwd(
+        q, k, v, scale, causal, _bounds(first, last, window, k.shape[1])
+    )
 
 
 def _backward(do, q, k, v, o, lse, first, last, scale, causal, window):
-    bounds = _bounds(first, last, window)
+    bounds = _bounds(first, last, window, k.shape[1])
     return _flash.flash_attention_bwd(do, q, k, v, o, lse, scale, causal, bounds=bounds)
 
 
@@ -115,8 +117,6 @@ def attention(
     q, k, v = autocast(q, k, v)
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    if window and window >= k.shape[1]:  # with none, a length that torch knows later is not asked
-        window = 0
     if cu_seqlens is not None:
         check(starts is None, "attention: give cu_seqlens or starts, not both")
         if not isinstance(cu_seqlens, Tensor):

@@ -12,7 +12,7 @@ from ..kernels.decoding import logprobs as _logprobs
 from ..kernels.decoding import sampling as _sampling
 from ..kernels.gemm import linear_into
 from ..kernels.runtime.launch import check, empty
-from .ops import autocast, check_axes, check_shape, new_like, rows_of, wide
+from .ops import autocast, check_axes, check_shape, has_gradient, new_like, rows_of, wide
 from .register import call, register_op
 
 
@@ -174,6 +174,6 @@ def linear_logprobs(x: Tensor, weight: Tensor, tokens: Tensor, rows: int = 0) ->
     check_axes("linear_logprobs", "x", x, 1)
     x, weight = autocast(x, weight)
     grad = torch.is_grad_enabled()
-    wants = grad and x.requires_grad, grad and weight.requires_grad
+    wants = grad and has_gradient(x), grad and has_gradient(weight)
     found = call(_linear_logprobs_op, rows_of(x), weight, tokens.reshape(-1), *wants, rows)
     return found.view(tokens.shape)

@@ -11,7 +11,7 @@ from ..kernels import elementwise as _elementwise
 from ..kernels import linear_cross_entropy as _linear_cross_entropy
 from ..kernels import softmax as _softmax
 from ..kernels.runtime.launch import check, empty, empty_like
-from .ops import autocast, check_axes, check_shape, new_like, rows_of, wide
+from .ops import autocast, check_axes, check_shape, has_gradient, new_like, rows_of, wide
 from .register import call, register_op
 
 
@@ -31,7 +31,8 @@ def _linear_forward(x, weight, targets, inv_count, want_dx, want_dweight, rows):
     _check_linear(x, weight, targets)
     if inv_count is None:
         inv_count = _cross_entropy.count_targets(targets)
-    rows = rows or max(_linear_cross_entropy.ROWS, x.shape[1])
+    if not rows:
+        rows = max(_linear_cross_entropy.ROWS, x.shape[1] if want_dweight else 0)
     sizes = (weight.shape[0], inv_count, want_dx, want_dweight, rows)
     loss_N, dx, dweight = _linear_cross_entropy.linear_cross_entropy(
         x, weight, targets, *sizes, dw_dtype=weight.dtype
@@ -89,15 +90,15 @@ def linear_cross_entropy(
     x: (..., C), weight: (V, C), both float32 or both bf16; under autocast they are converted.
     targets: (...) integers below V; those that are -100 do not count.
     count: the loss is the sum over the targets divided by it; None: by the number of targets.
-    rows: rows of logits that exist at a time; 0: 2048, or C if that is more, with which they take
-    half the memory of the sums of a gradient of weight.
+    rows: rows of logits that exist at a time; 0: 2048, with a gradient of weight C if that is more:
+        its float32 sums take more memory, and are read and written for every so many rows.
     The forward computes the gradients, too, and backward multiplies them by the gradient of the
     loss, in place: a second backward through the same loss raises an error.
     A target outside the vocabulary raises ValueError on the CPU; on a GPU the loss is NaN.
     """
     x, weight = autocast(x, weight)
     grad = torch.is_grad_enabled()
-    wants = grad and x.requires_grad, grad and weight.requires_grad
+    wants = grad and has_gradient(x), grad and has_gradient(weight)
     check_axes("linear_cross_entropy", "x", x, 1)
     arguments = (rows_of(x), weight, targets.reshape(-1), inverse(count, x))
     return call(_linear_op, *arguments, *wants, rows)[0]

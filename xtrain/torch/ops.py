@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..kernels import cast as _cast
 from ..kernels import embedding as _embedding
@@ -65,6 +66,15 @@ def check_shape(op: str, name: str, x: Any, shape: Sequence[Any]) -> None:
     for m, n in zip(x.shape, shape):
         if n is not None:
             torch._check_value(m == n, message)
+
+
+def has_gradient(x: Tensor) -> bool:
+    """Return x.requires_grad, which for a batch of vmap is that of the tensor in it."""
+    functorch = torch._C._functorch
+    if not is_compiling():
+        while not x.requires_grad and functorch.is_batchedtensor(x):
+            x = functorch.get_unwrapped(x)
+    return x.requires_grad
 
 
 def rows_of(x: Any) -> Any:

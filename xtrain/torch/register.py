@@ -134,10 +134,12 @@ def call(op: Any, *arguments: Any) -> Any:
         raise TypeError(f"call: {op} is not an op of register_op: call it as torch does")
     if forward_ad._current_level >= 0:
         _check_tangents(op, arguments)
-    if _are_functorch_transforms_active() and not is_compiling():
+    transformed = _are_functorch_transforms_active()
+    if transformed and not is_compiling() and not _is_functionalizing():
         return direct.transformed.apply(*arguments)
     if (
-        is_compiling()
+        transformed
+        or is_compiling()
         or _get_tracing_state()
         or _len_torch_dispatch_stack()
         or len(arguments) != len(direct.kinds)
@@ -160,6 +162,13 @@ def call(op: Any, *arguments: Any) -> Any:
         return direct.run(*arguments)
     except NoMemory:  # a batch of tensors inside vmap, or a sparse one
         return op(*arguments)
+
+
+def _is_functionalizing():
+    """Is the innermost transform torch.func.functionalize, which takes no autograd.Function?"""
+    functorch = torch._C._functorch
+    kind = functorch.peek_interpreter_stack().key()
+    return kind == functorch.TransformType.Functionalize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +222,8 @@ def _transformed(op, setup, formula):
 
     def vmap(info, in_dims, *arguments):
         """Call it for each of the batch: a launcher does not know the axis."""
+        if not info.batch_size:
+            raise ValueError(f"{op._schema.name} is called by vmap for a batch of 0")
         rows = []
         for i in range(info.batch_size):
             given = [

@@ -341,3 +341,4 @@ def test_the_faster_way_is_chosen(shape, kind, rows, here, grouped):
     shapes = {"Mixtral": (2, 8, 4096, 14336), "Qwen3-30B-A3B": (8, 128, 2048, 768)}
     K, E, C, F = (shapes | {"16 x 0.1 B": (2, 16, 1024, 2048)})[shape]
     assert file.expert_gemv_pays(rows, K, E, 3 * C * F, kind) is (here < grouped)
+    assert file.expert_gemv_pays(1, K, K, 3 * C * F, kind)  # each expert is read once either way

@@ -491,7 +491,7 @@ def expert_gemv_pays(rows: int, K: int, E: int, elements: int, kind: str = "") -
     as are expected if all choices are equally likely. elements: of an expert's matrices.
     """
     pairs = rows * K
-    chosen = E * (1 - (1 - 1 / E) ** pairs)
+    chosen = E * (1 - (1 - K / E) ** rows)  # the K experts of a row are different
     around = AROUND_QUANTIZED if kind else AROUND
     return PAIR[kind] * pairs <= chosen + around / elements
 
