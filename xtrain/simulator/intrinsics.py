@@ -22,8 +22,8 @@ def simulates(intrinsic, collective: bool | int = False, polled: bool = False, l
     default          f(thread, site, *args) -> value, for one thread. thread.load and thread.store
                      check and record accesses, thread.load_registers and thread.store_registers
                      those to the first elements of a local array, thread.load_elements and
-                     thread.store_elements those to neighbours elsewhere; thread.state is a dict for state
-                     between calls, such as the copies in flight of a cp.async.
+                     thread.store_elements those to neighbours elsewhere; thread.state is a dict for
+                     state between calls, such as the copies in flight of a cp.async.
     collective=True  f(threads, sites, args) -> values, once for the 32 lanes of a warp after all
                      have called it; each argument and the result have one entry per lane. For a
                      tensor-core mma or an ldmatrix. collective=WARPGROUP: the same for the 128

@@ -172,6 +172,7 @@ def test_against_float64(use, version):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_more_routings(use, version, routing):
     if not GPU and version == "tiled bf16" and routing == "more than a tile":
+        # that "tiled" checks with this routing; "tiled bf16" has all others
         pytest.skip("only loads and stores differ from those of float32")
     check(version, use(version), routing)
 
@@ -266,6 +267,7 @@ def test_codes_have_the_bits_of_what_they_stand_for(
     if routing != FIRST and not (GPU or SLOW):
         pytest.skip("slow: XTRAIN_SLOW=1")  # FIRST has an empty expert, padding and an unused tile
     if not GPU and routing == "more than a tile" and version != "hopper":
+        # nothing is left out or divided then; "hopper" checks it here, a GPU all of them
         pytest.skip("one expert: its matrix is all of them")
     widths = (8, 24) if version == "mma" and not GPU else None
     order, x, dy, *matrices = with_codes(version, use(version), routing, kind, widths)
